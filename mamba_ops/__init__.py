@@ -1,0 +1,1 @@
+"""Mamba language models on NumPy and wgpu: exact gradients, training, evaluation, generation."""

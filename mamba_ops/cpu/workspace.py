@@ -1,0 +1,104 @@
+"""What the CPU ops share: the dtype, the threads, and buffers that are made once and reused."""
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from mamba_ops.ops import Batch, Columns, LayerState, Rows
+
+
+class Workspace:
+    """The dtype, the worker threads and the buffer pools of one set of CPU ops.
+
+    dtype: of activations and parameters. threads: workers, all cores for None. Tasks are cut by shape and
+    never by the number of threads, so results do not depend on it.
+    """
+
+    def __init__(self, dtype: type = np.float32, threads: int | None = None):
+        self.dtype = np.dtype(dtype)
+        self.threads = threads or _cores()
+        self._executor = ThreadPoolExecutor(self.threads) if self.threads > 1 else None
+        self._blas = ThreadpoolController().select(user_api="blas")
+        self._free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self._scopes: list[list[np.ndarray]] = [[]]
+        self._local = threading.local()
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Give back, on leaving, every array that `empty` returned inside."""
+        self._scopes.append([])
+        try:
+            yield
+        finally:
+            for buffer in reversed(self._scopes.pop()):
+                self._free[buffer.size].append(buffer)
+
+    def empty(self, rows: int, columns: int) -> np.ndarray:
+        """Return an uninitialised (rows, columns) array that lives as long as the innermost open scope."""
+        size = rows * columns
+        pool = self._free[size]
+        buffer = pool.pop() if pool else np.empty(size, self.dtype)
+        self._scopes[-1].append(buffer)
+        return buffer.reshape(rows, columns)
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all activation buffers, in use or free."""
+        buffers = [buffer for pool in (*self._free.values(), *self._scopes) for buffer in pool]
+        return sum(buffer.nbytes for buffer in buffers)
+
+    def scratch(self, name: str, *shape: int, dtype: type | None = None) -> np.ndarray:
+        """Return this thread's uninitialised array of that name and shape; the next call reuses it."""
+        arrays = self._local.__dict__.setdefault("arrays", {})
+        key = (name, shape)
+        if key not in arrays:
+            arrays[key] = np.empty(shape, dtype or self.dtype)
+        return arrays[key]
+
+    def parallel(self, task: Callable[[int], None], count: int) -> None:
+        """Run task(0) ... task(count - 1) on the threads, with BLAS held to one thread inside each."""
+        if self._executor is None or count == 1:
+            for index in range(count):
+                task(index)
+            return
+        with self._blas.limit(limits=1):
+            for _ in self._executor.map(task, range(count)):
+                pass
+
+    def rows(self, batch: Batch) -> Rows:
+        """Flatten a batch to (batch * seq_len,)."""
+        size, seq_len = batch.ids.shape
+        return Rows(size, seq_len, batch.ids.ravel(), batch.targets.ravel(), batch.positions.ravel())
+
+    def layer_state(self, batch: int, d_inner: int, d_state: int, d_conv: int) -> LayerState:
+        """Return a zero state."""
+        return LayerState(
+            np.zeros((batch, d_conv - 1, d_inner), self.dtype),
+            np.zeros((batch, d_state, d_inner), self.dtype),
+        )
+
+    def read(self, array: np.ndarray) -> np.ndarray:
+        """Return a copy."""
+        return array.copy()
+
+    def total(self, losses: np.ndarray) -> float:
+        """Return the sum of per-token losses, accumulated in float64."""
+        return float(losses.sum(dtype=np.float64))
+
+
+def view(columns: np.ndarray | Columns) -> np.ndarray:
+    """Return a column range as a strided view."""
+    if isinstance(columns, Columns):
+        return columns.array[:, columns.first : columns.first + columns.width]
+    return columns
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,239 @@
+"""The interface that `model.py` is written against; `cpu/` and `gpu/` implement it.
+
+Activations are `(batch * seq_len, columns)` arrays, rows in (batch, time) order. An input or a destination
+that is a range of columns is passed as `Columns`; nothing above an op slices, adds or copies.
+`x_forward(...)` returns `(y, saved)`; `saved` holds references, valid while the scope it was made in is open.
+`x_backward(dy, saved, grads, need, ...)` adds into `grads` for names in `need` only and writes the gradients
+of its inputs into destinations.
+"""
+
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = Any
+"""A NumPy array on the CPU side, a device buffer on the GPU side."""
+
+Parameters: TypeAlias = Mapping[str, Array]
+"""Parameters by their full Hugging Face key."""
+
+Need: TypeAlias = Collection[str]
+"""Names of the parameters that train."""
+
+IGNORED = -1
+"""The target of a token that carries no loss."""
+
+
+class Columns(NamedTuple):
+    """The columns `first .. first + width - 1` of a two-dimensional array."""
+
+    array: Array
+    first: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of tokens on the host.
+
+    ids: (batch, seq_len) int64. targets: the same shape, `IGNORED` where a token carries no loss.
+    positions: the same shape, uint32, how many tokens of the same document lie before this one within reach
+    of the state: 0 resets the scan, and the convolution's tap at lag k counts only where position >= k.
+    """
+
+    ids: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+
+    @property
+    def target_count(self) -> int:
+        """Tokens that carry loss."""
+        return int(np.count_nonzero(self.targets != IGNORED))
+
+
+class Rows(NamedTuple):
+    """A batch where the ops want it: flattened to (batch * seq_len,)."""
+
+    batch: int
+    seq_len: int
+    ids: Array
+    targets: Array
+    positions: Array
+
+
+class LayerState(NamedTuple):
+    """What a layer carries from one window to the next; ops update it in place.
+
+    conv: (batch, d_conv - 1, d_inner), the last inputs of the convolution, oldest first.
+    scan: (batch, d_state, d_inner).
+    """
+
+    conv: Array
+    scan: Array
+
+
+class Gradients(Protocol):
+    """The gradient buffers of a step, by parameter name."""
+
+    def take(self, name: str) -> tuple[Array, bool]:
+        """Return the buffer of `name` and whether to add to it (False on the first use in a step)."""
+
+
+class Ops(Protocol):
+    """One side's ops. Shapes: T = batch * seq_len tokens."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Give back, on leaving, every array that `empty` returned inside."""
+
+    def empty(self, rows: int, columns: int) -> Array:
+        """Return an uninitialised activation that lives as long as the innermost open scope."""
+
+    def rows(self, batch: Batch) -> Rows:
+        """Bring a batch to where the ops run."""
+
+    def layer_state(self, batch: int, d_inner: int, d_state: int, d_conv: int) -> LayerState:
+        """Return a zero state."""
+
+    def read(self, array: Array) -> np.ndarray:
+        """Return a copy on the host."""
+
+    def total(self, losses: Array) -> float:
+        """Return the sum of per-token losses, accumulated in float64."""
+
+    def embedding_forward(self, rows: Rows, params: Parameters, weight: str, out: Array) -> None:
+        """out_t = weight[ids_t]. out: (T, d_model)."""
+
+    def embedding_backward(self, dy: Array, rows: Rows, weight: str, grads: Gradients, need: Need) -> None:
+        """dweight[i] += sum of dy_t over the t with ids_t = i."""
+
+    def rms_norm_forward(
+        self, x: Array, params: Parameters, weight: str, epsilon: float
+    ) -> tuple[Array, Any]:
+        """y = weight * x / sqrt(mean(x^2) + epsilon). x, y: (T, d_model)."""
+
+    def rms_norm_backward(
+        self, dy: Array, saved: Any, grads: Gradients, need: Need, dx: Array, add: bool
+    ) -> None:
+        """Write (or add) dx: (T, d_model)."""
+
+    def linear_forward(
+        self,
+        x: Array | Columns,
+        params: Parameters,
+        weight: str,
+        bias: str | None = None,
+        residual: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """y = x weight^T + bias + residual. x: (T, in), weight: (out, in), residual, y: (T, out).
+
+        Its backward needs nothing but x, so nothing else is saved.
+        """
+
+    def linear_backward(
+        self,
+        dy: Array | Columns,
+        x: Array | Columns,
+        params: Parameters,
+        weight: str,
+        bias: str | None,
+        grads: Gradients,
+        need: Need,
+        dx: Array | Columns,
+        add: bool = False,
+    ) -> None:
+        """dweight += dy^T x; dbias += column sums of dy; dx (written or added) = dy weight. The residual's is dy."""
+
+    def causal_conv1d_forward(
+        self,
+        rows: Rows,
+        x: Columns,
+        params: Parameters,
+        weight: str,
+        bias: str | None,
+        state: LayerState | None = None,
+    ) -> tuple[Array, Any]:
+        """y_t = SiLU(bias + sum over k of weight[:, 0, d_conv - 1 - k] * x_{t-k} where positions_t >= k).
+
+        x, y: (T, d_inner); weight: (d_inner, 1, d_conv). With a state, x before the row comes from it.
+        """
+
+    def causal_conv1d_backward(
+        self, dy: Array, saved: Any, grads: Gradients, need: Need, dx: Columns
+    ) -> None:
+        """Write dx."""
+
+    def selective_scan_forward(
+        self,
+        rows: Rows,
+        u: Array,
+        delta: Array,
+        B: Columns,
+        C: Columns,
+        z: Columns,
+        params: Parameters,
+        A_log: str,
+        D: str,
+        delta_bias: str,
+        state: LayerState | None = None,
+    ) -> tuple[Array, Any]:
+        """y_t = (C_t . h_t + D u_t) SiLU(z_t), h_t = a_t h_{t-1} + softplus(delta_t + delta_bias) B_t u_t.
+
+        a_t = exp(-softplus(delta_t + delta_bias) exp(A_log)), and 0 where positions_t = 0.
+        u, delta, z, y: (T, d_inner); B, C: (T, d_state); A_log: (d_inner, d_state); D, delta_bias: (d_inner,).
+        With a state, h_0 comes from it and the last h is left in it.
+        """
+
+    def selective_scan_backward(
+        self,
+        dy: Array,
+        saved: Any,
+        grads: Gradients,
+        need: Need,
+        du: Array,
+        ddelta: Array,
+        dB: Columns,
+        dC: Columns,
+        dz: Columns,
+    ) -> None:
+        """Write du, ddelta, dB, dC and dz; ddelta is the gradient of delta before bias and softplus."""
+
+    def linear_cross_entropy_forward(
+        self,
+        rows: Rows,
+        x: Array,
+        params: Parameters,
+        weight: str,
+        grads: Gradients | None = None,
+        need: Need = (),
+        dx: Array | None = None,
+    ) -> Array:
+        """losses_t = log(sum_v exp(x_t . weight_v)) - x_t . weight_target, 0 where the target is `IGNORED`.
+
+        x: (T, d_model), weight: (vocab_size, d_model), losses: (T,). With grads, dweight is added and dx
+        written as of the sum of the losses. By row blocks: the (T, vocab_size) logits never exist whole.
+        """
+
+    def adamw(
+        self,
+        parameter: Array,
+        gradient: Array,
+        moment1: Array,
+        moment2: Array,
+        count: int,
+        *,
+        learning_rate: float,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        weight_decay: float,
+        gradient_scale: float,
+        max_delta: float,
+    ) -> None:
+        """Step `parameter` and its moments in place; `count` is 1 on the first step of this parameter."""
+
+    def global_norm(self, gradients: Mapping[str, Array]) -> dict[str, float]:
+        """Return the L2 norm of each gradient, accumulated in float64; nan or inf where an element is."""

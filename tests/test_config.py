@@ -1,0 +1,55 @@
+"""Validation of configurations."""
+
+import pytest
+from pydantic import ValidationError
+
+from mamba_ops.config import EvaluateConfig, MambaConfig, TrainConfig, WeightsConfig, new_model_config
+
+
+@pytest.mark.parametrize("value", ["1e-4", "1E-4", "1e-04", "1.0e-4", 0.0001])
+def test_case_57_numeric_text_is_a_number(value):
+    config = TrainConfig(learning_rate=value, adam_epsilon=value, weight_decay=value)
+    assert config.learning_rate == config.adam_epsilon == config.weight_decay == 1e-4
+
+
+@pytest.mark.parametrize("value", ["abc", "nan", "inf", "-1", -1, True, float("nan"), float("inf"), None])
+@pytest.mark.parametrize("field", ["learning_rate", "adam_epsilon", "weight_decay"])
+def test_case_57_anything_else_is_refused_by_name(field, value):
+    with pytest.raises(ValidationError, match=field):
+        TrainConfig(**{field: value})
+
+
+def test_unknown_keys_are_errors():
+    with pytest.raises(ValidationError, match="lerning_rate"):
+        TrainConfig(lerning_rate=1e-4)
+
+
+@pytest.mark.parametrize("baseline", ["none", "unigram", "bigram", "30", "12.5"])
+def test_known_baselines(baseline):
+    assert EvaluateConfig(baseline=baseline).baseline == baseline
+
+
+@pytest.mark.parametrize("baseline", ["trigram", "nan", "inf", "1", "-3", ""])
+def test_unknown_baselines_are_refused(baseline):
+    with pytest.raises(ValidationError, match="baseline"):
+        EvaluateConfig(baseline=baseline)
+
+
+def test_a_checkpoint_brings_its_own_shape():
+    assert WeightsConfig(checkpoint="folder").checkpoint == "folder"
+    with pytest.raises(ValidationError, match="hidden_size"):
+        WeightsConfig(checkpoint="folder", hidden_size=12)
+
+
+def test_new_model_has_the_given_shape():
+    config = new_model_config(
+        WeightsConfig(hidden_size=100, time_step_rank=None), vocab_size=300, end_of_text_id=7
+    )
+    assert (config.d_inner, config.dt_rank, config.vocab_size, config.eos_token_id) == (200, 7, 300, 7)
+    assert new_model_config(WeightsConfig(time_step_rank=3), 300, 0).dt_rank == 3
+
+
+def test_intermediate_size_must_be_expand_times_hidden_size():
+    MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, intermediate_size=16)
+    with pytest.raises(ValidationError, match="intermediate_size"):
+        MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, intermediate_size=32)
