@@ -50,9 +50,7 @@ class CorpusConfig(Stage):
         default=[],
         description="The same for validation; empty: documents go to validation by content hash.",
     )
-    text_column: str = Field(
-        default="text", min_length=1, description="The key of a .jsonl line that holds the text."
-    )
+    text_column: str = Field(default="text", min_length=1, description="The key of a .jsonl line that holds the text.")
     validation_fraction: Number = Field(
         default=0.1,
         ge=0,
@@ -69,7 +67,8 @@ class TokenizerConfig(Stage):
 
     path: str | None = Field(
         default=None,
-        description="A tokenizer.json, or a checkpoint folder holding one; none: a byte-level BPE trained on the training split.",
+        description="A tokenizer.json, or a checkpoint folder holding one; none: a byte-level BPE "
+        "trained on the training split.",
     )
     vocab_size: int = Field(
         default=1024, ge=257, description="Vocabulary of a trained BPE, the end-of-text token included."
@@ -87,9 +86,7 @@ class BatchesConfig(Stage):
 
     seq_len: int = Field(default=512, ge=1, description="Target tokens in a row.")
     batch_size: int = Field(default=1, ge=1, description="Rows in a batch.")
-    seed: int = Field(
-        default=0, ge=0, description="Seed of the row order; each epoch has an order of its own."
-    )
+    seed: int = Field(default=0, ge=0, description="Seed of the row order; each epoch has an order of its own.")
 
 
 class WeightsConfig(Stage):
@@ -126,27 +123,19 @@ class WeightsConfig(Stage):
 class TrainConfig(Stage):
     """The training run; names as in transformers' TrainingArguments."""
 
-    learning_rate: Number = Field(
-        default=1e-4, gt=0, le=10, description="Peak rate, reached after the warm-up."
-    )
+    learning_rate: Number = Field(default=1e-4, gt=0, le=10, description="Peak rate, reached after the warm-up.")
     weight_decay: Number = Field(
         default=0.01, ge=0, le=1, description="Decoupled decay; never on A_log, D, norms and biases."
     )
     adam_beta1: Number = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
     adam_beta2: Number = Field(default=0.999, ge=0, lt=1, description="Decay of the second moment.")
-    adam_epsilon: Number = Field(
-        default=1e-8, gt=0, le=1, description="Added to the root of the second moment."
-    )
+    adam_epsilon: Number = Field(default=1e-8, gt=0, le=1, description="Added to the root of the second moment.")
     max_grad_norm: Number = Field(default=1.0, ge=0, description="Clip by the global norm; 0: never.")
     max_delta: Number = Field(
         default=0.0, ge=0, description="Trust region: largest change of an element in a step; 0: unbounded."
     )
-    num_train_epochs: int = Field(
-        default=5, ge=1, description="Epochs; max_steps cuts them short or repeats them."
-    )
-    max_steps: int | None = Field(
-        default=None, ge=1, description="Optimizer steps; none: by num_train_epochs."
-    )
+    num_train_epochs: int = Field(default=5, ge=1, description="Epochs; max_steps cuts them short or repeats them.")
+    max_steps: int | None = Field(default=None, ge=1, description="Optimizer steps; none: by num_train_epochs.")
     max_seconds: Number | None = Field(
         default=None, gt=0, description="Time budget in seconds, all resumed parts together; none: unbounded."
     )
@@ -169,17 +158,13 @@ class TrainConfig(Stage):
 class EvaluateConfig(Stage):
     """Perplexity and sampled text."""
 
-    window: int = Field(
-        default=1024, ge=1, description="Tokens of a document processed at once; the state is carried."
-    )
+    window: int = Field(default=1024, ge=1, description="Tokens of a document processed at once; the state is carried.")
     batch_size: int = Field(default=1, ge=1, description="Documents read side by side.")
     baseline: Annotated[str, BeforeValidator(_text)] = Field(
         default="unigram",
         description="What the perplexity has to be better than: none, unigram, bigram, or a number.",
     )
-    prompt: str = Field(
-        default="", description="Text that the sample continues; empty: the end-of-text token."
-    )
+    prompt: str = Field(default="", description="Text that the sample continues; empty: the end-of-text token.")
     max_new_tokens: int = Field(default=200, ge=0, description="Tokens of the sample.")
     temperature: Number = Field(default=0.8, ge=0, description="Of sampling; 0: greedy.")
     seed: int = Field(default=0, ge=0, description="Seed of the sample.")
@@ -193,16 +178,14 @@ class EvaluateConfig(Stage):
         except ValueError:
             limit = math.nan
         if not (math.isfinite(limit) and limit > 1):
-            raise ValueError(
-                f"baseline: expected none, unigram, bigram or a number above 1, got {self.baseline!r}"
-            )
+            raise ValueError(f"baseline: expected none, unigram, bigram or a number above 1, got {self.baseline!r}")
         return self
 
 
 class MambaConfig(BaseModel):
     """Hugging Face's `config.json` of a Mamba-1 model; unknown keys are kept and written back."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
     model_type: Literal["mamba"] = "mamba"
     vocab_size: int = Field(ge=1)
@@ -211,7 +194,7 @@ class MambaConfig(BaseModel):
     state_size: int = Field(default=16, ge=1)
     conv_kernel: int = Field(default=4, ge=1)
     expand: int = Field(default=2, ge=1)
-    time_step_rank: int | Literal["auto"] = "auto"
+    time_step_rank: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     use_bias: bool = False
     use_conv_bias: bool = True
     tie_word_embeddings: bool = True
@@ -242,13 +225,9 @@ class MambaConfig(BaseModel):
     def _consistent(self) -> "MambaConfig":
         given = (self.model_extra or {}).get("intermediate_size")
         if given is not None and given != self.d_inner:
-            raise ValueError(
-                f"intermediate_size: expected expand * hidden_size = {self.d_inner}, got {given}"
-            )
+            raise ValueError(f"intermediate_size: expected expand * hidden_size = {self.d_inner}, got {given}")
         if self.time_step_min > self.time_step_max:
-            raise ValueError(
-                f"time_step_min {self.time_step_min} is above time_step_max {self.time_step_max}"
-            )
+            raise ValueError(f"time_step_min {self.time_step_min} is above time_step_max {self.time_step_max}")
         return self
 
 

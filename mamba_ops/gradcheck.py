@@ -7,7 +7,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -159,14 +159,13 @@ def selective_scan(ops: CpuOps, rng: np.random.Generator, seq_len: int = 37, d_i
     arrays |= {name: rng.standard_normal(d_inner) for name in ("D", "delta_bias")}
     upstream = rng.standard_normal((T, d_inner))
     names = "A_log", "D", "delta_bias"
-    ranges = [
-        Columns(arrays["B"], 0, d_state),
-        Columns(arrays["C"], 0, d_state),
-        Columns(arrays["z"], 0, d_inner),
-    ]
 
-    def forward() -> tuple[np.ndarray, object]:
-        return ops.selective_scan_forward(rows, arrays["u"], arrays["delta"], *ranges, arrays, *names)
+    def ranges(of: dict[str, np.ndarray]) -> tuple[Columns, Columns, Columns]:
+        return Columns(of["B"], 0, d_state), Columns(of["C"], 0, d_state), Columns(of["z"], 0, d_inner)
+
+    def forward() -> tuple[np.ndarray, Any]:
+        B, C, z = ranges(arrays)
+        return ops.selective_scan_forward(rows, arrays["u"], arrays["delta"], B, C, z, arrays, *names)
 
     def loss() -> float:
         with ops.scope():
@@ -175,9 +174,8 @@ def selective_scan(ops: CpuOps, rng: np.random.Generator, seq_len: int = 37, d_i
     def gradients() -> dict[str, np.ndarray]:
         grads = GradientBuffers(arrays, names)
         d = {name: np.full_like(arrays[name], np.nan) for name in ("u", "delta", "B", "C", "z")}
-        dranges = [Columns(d["B"], 0, d_state), Columns(d["C"], 0, d_state), Columns(d["z"], 0, d_inner)]
         with ops.scope():
-            ops.selective_scan_backward(upstream, forward()[1], grads, names, d["u"], d["delta"], *dranges)
+            ops.selective_scan_backward(upstream, forward()[1], grads, names, d["u"], d["delta"], *ranges(d))
         return grads.arrays | d
 
     return Case(arrays, loss, gradients)
@@ -203,8 +201,7 @@ def linear_cross_entropy(ops: CpuOps, rng: np.random.Generator, T: int = 9) -> C
 
 
 OPS = {
-    case.__name__: case
-    for case in (embedding, rms_norm, linear, causal_conv1d, selective_scan, linear_cross_entropy)
+    case.__name__: case for case in (embedding, rms_norm, linear, causal_conv1d, selective_scan, linear_cross_entropy)
 }
 
 
@@ -254,9 +251,7 @@ def check(case: Case, elements: int | None = None, seed: int = 0) -> list[Agreem
         numeric = element_differences(case.loss, array, chosen)
         exact = gradients[name].reshape(-1)
         found = exact if chosen is None else exact[chosen]
-        results.append(
-            Agreement(name, found.size, float(np.abs(found - numeric).max()), float(np.abs(exact).max()))
-        )
+        results.append(Agreement(name, found.size, float(np.abs(found - numeric).max()), float(np.abs(exact).max())))
     if elements is not None:
         numeric_slope, direction = direction_difference(case.loss, case.arrays, seed)
         slope = sum(float(np.sum(gradients[name] * d)) for name, d in direction.items())
@@ -267,9 +262,7 @@ def check(case: Case, elements: int | None = None, seed: int = 0) -> list[Agreem
 def main(arguments: list[str] | None = None) -> int:
     """Print the agreement of each op and of the model; return 1 if one fails."""
     parser = argparse.ArgumentParser(prog="python -m mamba_ops.gradcheck", description=__doc__)
-    parser.add_argument(
-        "op", nargs="?", choices=[*OPS, "model"], help="one op, or the whole model; all without"
-    )
+    parser.add_argument("op", nargs="?", choices=[*OPS, "model"], help="one op, or the whole model; all without")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     ops = open_cpu(np.float64)
@@ -277,18 +270,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{'':22}{'tensor':46}{'elements':>9}{'difference':>12}{'max|g|':>11}")
     for name in [options.op] if options.op else [*OPS, "model"]:
         if name == "model":
-            config = MambaConfig(
-                vocab_size=23, hidden_size=8, num_hidden_layers=2, state_size=4, use_bias=True
-            )
+            config = MambaConfig(vocab_size=23, hidden_size=8, num_hidden_layers=2, state_size=4, use_bias=True)
             results = check(model_case(ops, config, options.seed), MODEL_ELEMENTS, options.seed)
         else:
             results = check(OPS[name](ops, np.random.default_rng(options.seed)))
         for result in results:
             failed += not result.holds
             verdict = "" if result.holds else "  FAILS"
-            print(
-                f"{name:22}{result.name:46}{result.elements:9}{result.difference:12.1e}{result.scale:11.1e}{verdict}"
-            )
+            print(f"{name:22}{result.name:46}{result.elements:9}{result.difference:12.1e}{result.scale:11.1e}{verdict}")
     print(f"tolerance {TOLERANCE:g} of max|g|: " + ("all hold" if not failed else f"{failed} fail"))
     return 1 if failed else 0
 

@@ -53,3 +53,12 @@ def test_intermediate_size_must_be_expand_times_hidden_size():
     MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, intermediate_size=16)
     with pytest.raises(ValidationError, match="intermediate_size"):
         MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, intermediate_size=32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layer_norm_epsilon", float("inf")), ("time_step_rank", 0), ("hidden_size", True), ("use_bias", "yes")],
+)
+def test_config_json_values_of_another_kind_are_refused(field, value):
+    with pytest.raises(ValidationError, match=field):
+        MambaConfig(**{"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, field: value})

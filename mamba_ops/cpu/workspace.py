@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -66,8 +67,10 @@ class Workspace:
             for index in range(count):
                 task(index)
             return
+        # NumPy's error state is a context variable: each task runs in a copy of the caller's context
+        calls = [(copy_context(), index) for index in range(count)]
         with self._blas.limit(limits=1):
-            for _ in self._executor.map(task, range(count)):
+            for _ in self._executor.map(lambda call: call[0].run(task, call[1]), calls):
                 pass
 
     def rows(self, batch: Batch) -> Rows:
