@@ -179,16 +179,17 @@ def embedding_rows(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def check_ids(ids: np.ndarray, rows: int, tokenizer: Tokenizer | None = None) -> None:
-    """Raise ValueError, naming the first id outside 0 .. rows - 1, its text and both sizes.
+def check_ids(ids: np.ndarray, rows: int, tokenizer: Tokenizer | None = None, first: int = 0) -> None:
+    """Raise ValueError, naming the first id outside 0 .. rows - 1, its index, its text and both sizes.
 
-    ids: integers of any shape. rows: of the embedding.
+    ids: integers of any shape. rows: of the embedding. first: the index of ids[0] in what it was taken from.
     """
     if not ids.size or (int(ids.max()) < rows and int(ids.min()) >= 0):
         return
     flat = ids.reshape(-1)
     where = int(np.argmax((flat >= rows) | (flat < 0)))
     bad = int(flat[where])
+    where += first
     text = size = ""
     if tokenizer is not None:
         token = tokenizer.id_to_token(bad) if 0 <= bad < 2**32 else None

@@ -33,7 +33,7 @@ def adamw(
     theta, grad, m, v = (array.reshape(-1) for array in (parameter, gradient, moment1, moment2))
     root = math.sqrt(1 - beta2**count)
     rate = learning_rate / (1 - beta1**count) * root
-    second_scale = (1 - beta2) * gradient_scale * gradient_scale
+    root_scale = math.sqrt(1 - beta2) * gradient_scale
 
     def task(index: int) -> None:
         part = slice(index * SLICE, (index + 1) * SLICE)
@@ -44,8 +44,9 @@ def adamw(
         m1 *= beta1
         m1 += np.multiply(g, (1 - beta1) * gradient_scale, out=t)
         m2 *= beta2
-        np.multiply(g, g, out=t)
-        t *= second_scale
+        # scaled before it is squared: a huge gradient is finite once clipped
+        np.multiply(g, root_scale, out=t)
+        t *= t
         m2 += t
         np.sqrt(m2, out=d)
         d += epsilon * root
