@@ -143,10 +143,10 @@ class TrainConfig(Stage):
     gradient_checkpointing: bool = Field(
         default=False, description="Keep only each layer's input and recompute the rest; same gradients."
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the rate rises linearly from 0.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps over which the rate rises linearly to its peak.")
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = Field(
         default="cosine",
-        description="How the rate falls after the warm-up (to 0 at the last step; constant: not).",
+        description="How the rate falls after the warm-up (to 0 one step past the last; constant: not).",
     )
     save_steps: int = Field(default=500, ge=1, description="Optimizer steps between checkpoints.")
     logging_seconds: Number = Field(default=5.0, gt=0, description="Seconds between progress reports.")

@@ -1,0 +1,80 @@
+"""Jobs, and the schedule that trains again."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import yaml  # type: ignore[import-untyped]
+
+CRON, TIME_ZONE, RUN_CONFIG = "MAMBA_RETRAIN_CRON", "MAMBA_RETRAIN_TIME_ZONE", "MAMBA_RETRAIN_CONFIG"
+
+SMOKE = {
+    "execution": {"config": {"in_process": {}}},
+    "loggers": {"console": {"config": {"log_level": "INFO"}}},
+    "ops": {
+        "corpus": {"config": {"max_documents": 40}},
+        "tokenizer": {"config": {"vocab_size": 300}},
+        "token_batches": {"config": {"seq_len": 64, "batch_size": 4}},
+        "weights_mirror": {"config": {"hidden_size": 16, "num_hidden_layers": 2}},
+        "trained_weights": {"config": {"learning_rate": "1e-2", "warmup_steps": 5, "max_steps": 60, "save_steps": 25}},
+        "perplexity": {"config": {"window": 256, "batch_size": 4, "max_new_tokens": 40}},
+    },
+}
+"""The whole graph in seconds; the same as configs/smoke.yaml."""
+
+train = dg.define_asset_job(
+    "train", dg.AssetSelection.all(), description="The whole graph, from documents to perplexity."
+)
+evaluate = dg.define_asset_job(
+    "evaluate",
+    dg.AssetSelection.assets("perplexity"),
+    description="Perplexity of the trained weights that exist already.",
+)
+smoke = dg.define_asset_job(
+    "smoke",
+    dg.AssetSelection.all(),
+    config=SMOKE | {"resources": {"storage": {"config": {"root": "build/smoke"}}}},
+    description="The whole graph on a tiny model under build/smoke, in seconds.",
+)
+
+
+def retraining(environment: Mapping[str, str]) -> dg.ScheduleDefinition:
+    """Return the schedule `retrain`, stopped until it is switched on; time and run configuration are set outside.
+
+    A tick reads the run configuration anew and keeps the tokenizer, which belongs to the weights.
+    """
+
+    @dg.schedule(
+        job=train,
+        name="retrain",
+        cron_schedule=environment.get(CRON) or "0 3 * * 0",
+        execution_timezone=environment.get(TIME_ZONE) or "UTC",
+        default_status=dg.DefaultScheduleStatus.STOPPED,
+        description=f"Train on what the corpus holds then. Set by {CRON}, {TIME_ZONE} and {RUN_CONFIG} (a YAML file).",
+    )
+    def retrain(context: dg.ScheduleEvaluationContext) -> dg.RunRequest:
+        return dg.RunRequest(run_config=run_config(environment.get(RUN_CONFIG)))
+
+    return retrain
+
+
+def run_config(path: str | None) -> dict[str, Any]:
+    """Return the run configuration in a YAML file, the defaults for None, with the tokenizer kept.
+
+    Raises ValueError when the file is missing or holds something else.
+    """
+    config: Any = {}
+    if path:
+        try:
+            config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise ValueError(f"{RUN_CONFIG}={path}: expected a YAML file, got {error}") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"{RUN_CONFIG}={path}: expected a run configuration, got {type(config).__name__}")
+    config.setdefault("ops", {}).setdefault("tokenizer", {}).setdefault("config", {})["retrain"] = False
+    return config
+
+
+retrain = retraining(os.environ)

@@ -1,0 +1,210 @@
+"""Documents to batches: the assets corpus, tokenizer, tokenized_corpus and token_batches."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import numpy as np
+import pandas as pd
+
+from mamba_ops.corpus import DOCUMENTS, SPLITS, CorpusManifest, build_corpus, read_texts
+from mamba_ops.tokenizer import TokenizerManifest, build_tokenizer, load_tokenizer
+from mamba_ops.tokens import ROWS, BatchesManifest, TokenizedManifest, build_batches, encode_corpus, open_ids
+from pipelines.checks import Events, Verdict, blocking, passed, reported
+from pipelines.configuration import BatchesRun, CorpusRun, TokenizerRun, identity
+from pipelines.io import Manifest, candidates, draft, output, publish
+from pipelines.pictures import histogram, table, thinned
+from pipelines.resources import Storage
+
+SHOWN = 20
+"""Rows of a table in the UI, which shows all that it is given."""
+
+
+@dg.asset(
+    code_version="1",
+    group_name="data",
+    kinds={"python", "parquet"},
+    check_specs=blocking(
+        "corpus",
+        documents_exist="Training and validation each hold at least one document.",
+        splits_disjoint="No text is both in training and in validation.",
+    ),
+)
+@reported
+def corpus(context: dg.AssetExecutionContext, config: CorpusRun, storage: Storage) -> Events:
+    """Documents, repaired, each distinct text once, split into training and validation."""
+    with draft(storage.path, "corpus") as folder:
+        made = build_corpus(config, folder)
+        documents = pd.read_parquet(folder / DOCUMENTS, columns=["id", "source", "split", "bytes"])
+        yield from passed(
+            "corpus",
+            documents_exist=lambda: documents_exist(documents),
+            splits_disjoint=lambda: splits_disjoint(documents),
+        )
+        facts = made.model_dump(mode="json")
+        manifest = publish(storage.path, "corpus", folder, made.fingerprint, identity(config), [], facts)
+    yield output(manifest, corpus_metadata(made, documents))
+
+
+@dg.asset(code_version="1", group_name="data", kinds={"python", "json"})
+@reported
+def tokenizer(context: dg.AssetExecutionContext, config: TokenizerRun, storage: Storage, corpus: Manifest) -> Events:
+    """A byte-level BPE trained on the training split, or a tokenizer.json; kept until it is asked to be retrained."""
+    kept = None if config.retrain or config.path else trained_before(storage.path, config)
+    if kept:
+        context.log.info(f"tokenizer {kept.fingerprint} with this configuration is kept; retrain: true makes a new one")
+        manifest = kept
+    else:
+        with draft(storage.path, "tokenizer") as folder:
+            made = build_tokenizer(config, read_texts(corpus.path, "train"), folder)
+            facts = made.model_dump(mode="json")
+            content, inputs = made.fingerprint, [] if config.path else [corpus]
+            manifest = publish(storage.path, "tokenizer", folder, content, identity(config), inputs, facts)
+    yield output(manifest, tokenizer_metadata(manifest, kept is not None))
+
+
+@dg.asset(
+    code_version="1",
+    group_name="data",
+    kinds={"numpy", "parquet"},
+    check_specs=blocking("tokenized_corpus", ids_in_range="Every id is one of the tokenizer's."),
+)
+@reported
+def tokenized_corpus(
+    context: dg.AssetExecutionContext, storage: Storage, corpus: Manifest, tokenizer: Manifest
+) -> Events:
+    """Token ids in one memory-mapped file, with a table of the documents in it."""
+    with draft(storage.path, "tokenized_corpus") as folder:
+        made = encode_corpus(corpus.path, tokenizer.path, folder)
+        yield from passed(
+            "tokenized_corpus", ids_in_range=lambda: ids_in_range(open_ids(folder), tokenizer.facts["vocab_size"])
+        )
+        inputs, facts = [corpus, tokenizer], made.model_dump(mode="json")
+        manifest = publish(storage.path, "tokenized_corpus", folder, made.fingerprint, {}, inputs, facts)
+    yield output(manifest, tokenized_metadata(made, pd.read_parquet(manifest.path / DOCUMENTS)))
+
+
+@dg.asset(
+    code_version="1",
+    group_name="data",
+    kinds={"pandas", "parquet"},
+    check_specs=blocking("token_batches", every_target_once="An epoch holds each target of the training split once."),
+)
+@reported
+def token_batches(
+    context: dg.AssetExecutionContext, config: BatchesRun, storage: Storage, tokenized_corpus: Manifest
+) -> Events:
+    """An index table of rows into the mapped ids of the training split."""
+    with draft(storage.path, "token_batches") as folder:
+        made = build_batches(config, tokenized_corpus.path, folder)
+        rows = pd.read_parquet(folder / ROWS)
+        yield from passed(
+            "token_batches",
+            every_target_once=lambda: every_target_once(rows, tokenized_corpus.facts["streams"]["train"]),
+        )
+        facts = made.model_dump(mode="json") | {
+            "tokenizer": tokenized_corpus.facts["tokenizer"],
+            "tokenized_folder": tokenized_corpus.folder,
+        }
+        manifest = publish(
+            storage.path, "token_batches", folder, made.fingerprint, identity(config), [tokenized_corpus], facts
+        )
+    yield output(manifest, batches_metadata(made, rows))
+
+
+def trained_before(root: Path, config: TokenizerRun) -> Manifest | None:
+    """Return the tokenizer that was trained with this configuration, the newest one of several."""
+    for manifest in candidates(root, "tokenizer"):
+        if manifest.facts["trained"] and manifest.config == identity(config):
+            return manifest
+    return None
+
+
+def documents_exist(documents: pd.DataFrame) -> Verdict:
+    """Whether each split has a document."""
+    counts = {split: int((documents["split"] == split).sum()) for split in SPLITS}
+    return Verdict(all(counts.values()), f"found {counts} documents, expected at least 1 of each")
+
+
+def splits_disjoint(documents: pd.DataFrame) -> Verdict:
+    """Whether no text (by its SHA-256) is in two splits, or twice in one."""
+    repeated = documents["id"][documents["id"].duplicated()]
+    example = f", such as {repeated.iloc[0]}" if len(repeated) else ""
+    return Verdict(repeated.empty, f"found {len(repeated)} texts more than once{example}, expected 0")
+
+
+def ids_in_range(ids: np.ndarray, rows: int) -> Verdict:
+    """Whether every id is below the number of rows."""
+    largest = int(ids.max())
+    return Verdict(largest < rows, f"found ids up to {largest}, expected 0 to {rows - 1}")
+
+
+def every_target_once(rows: pd.DataFrame, stream: Mapping[str, int]) -> Verdict:
+    """Whether the rows lie end to end over the stream's targets."""
+    expected = stream["end"] - stream["begin"] - 1
+    ends = rows["start"] + rows["length"]
+    joined = bool((rows["start"].iloc[1:].to_numpy() == ends.iloc[:-1].to_numpy()).all())
+    whole = joined and rows["start"].iloc[0] == stream["begin"] and rows["length"].sum() == expected
+    return Verdict(
+        bool(whole), f"found {int(rows['length'].sum())} targets in {len(rows)} rows, expected {expected} end to end"
+    )
+
+
+def corpus_metadata(made: CorpusManifest, documents: pd.DataFrame) -> dict[str, Any]:
+    """Return counts, a table of the splits, the largest documents and a picture of their sizes."""
+    counts = made.model_dump(mode="json", exclude={"fingerprint", "documents", "bytes"})
+    largest = documents.nlargest(SHOWN, "bytes")[["source", "split", "bytes"]]
+    return counts | {
+        "dagster/row_count": len(documents),
+        "splits": table([{"split": s, "documents": made.documents[s], "bytes": made.bytes[s]} for s in SPLITS]),
+        "largest_documents": table(largest.to_dict("records")),
+        "sizes": histogram("document sizes", documents["bytes"], "log10 of bytes"),
+    }
+
+
+def tokenizer_metadata(manifest: Manifest, kept: bool) -> dict[str, Any]:
+    """Return counts and a sample of the tokens."""
+    words = load_tokenizer(manifest.path)
+    facts = TokenizerManifest.model_validate(manifest.facts)
+    shown = thinned(facts.vocab_size, SHOWN)
+    return {
+        "vocab_size": facts.vocab_size,
+        "end_of_text": facts.end_of_text,
+        "end_of_text_id": facts.end_of_text_id,
+        "trained": facts.trained,
+        "kept_from_before": kept,
+        "tokens": table([{"id": int(i), "token": repr(words.id_to_token(int(i)))} for i in shown]),
+    }
+
+
+def tokenized_metadata(made: TokenizedManifest, documents: pd.DataFrame) -> dict[str, Any]:
+    """Return counts, a table of the splits and the longest documents."""
+    longest = documents.nlargest(SHOWN, "tokens")[["source", "split", "tokens", "bytes"]]
+    splits = [
+        {
+            "split": name,
+            "documents": stream.documents,
+            "tokens": stream.tokens,
+            "targets": stream.targets,
+            "bytes_per_token": round(stream.bytes / stream.tokens, 3),
+        }
+        for name, stream in made.streams.items()
+    ]
+    return {
+        "dagster/row_count": len(documents),
+        "max_id": made.max_id,
+        "vocab_size": made.vocab_size,
+        "without_tokens": made.without_tokens,
+        "splits": table(splits),
+        "longest_documents": table(longest.to_dict("records")),
+    }
+
+
+def batches_metadata(made: BatchesManifest, rows: pd.DataFrame) -> dict[str, Any]:
+    """Return counts and some of the rows."""
+    shown = rows.iloc[thinned(len(rows), SHOWN)]
+    return made.model_dump(mode="json", exclude={"fingerprint", "tokenized"}) | {
+        "dagster/row_count": len(rows),
+        "some_rows": table(shown.to_dict("records")),
+    }

@@ -1,0 +1,200 @@
+"""What travels between assets: a JSON manifest of paths and fingerprints, and a pointer to the newest.
+
+<root>/<asset>/<fingerprint>/       content: made in a draft, then moved here whole, never changed
+<root>/<asset>/<fingerprint>.json   its manifest
+<root>/manifests/<asset>.json       the manifest of the newest good one, replaced atomically
+"""
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from mamba_ops.fingerprint import digest, sync, write_json
+from pipelines.resources import Storage
+
+POINTERS, DRAFTS = "manifests", ".drafts"
+
+
+class ManifestError(ValueError):
+    """A manifest, or what it points to, is missing or not as it was written."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An output: where it lies, what it is, what it was made from.
+
+    folder: relative to the root. files: sizes in bytes by path inside the folder. config: what of the run
+    configuration says what it is. inputs: fingerprints of the outputs it was made from. facts: what later stages
+    ask about it.
+    """
+
+    asset: str
+    fingerprint: str
+    folder: str
+    files: Mapping[str, int]
+    config: Mapping[str, Any]
+    inputs: Mapping[str, str]
+    facts: Mapping[str, Any]
+    root: Path = field(compare=False)
+
+    @property
+    def path(self) -> Path:
+        """The folder, absolute."""
+        return self.root / self.folder
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the root, which may be moved."""
+        return {key: value for key, value in asdict(self).items() if key != "root"}
+
+
+class Pointers(dg.ConfigurableIOManager):
+    """Hands a manifest from one asset to the next through the pointer file of the asset."""
+
+    storage: dg.ResourceDependency[Storage]
+
+    def handle_output(self, context: dg.OutputContext, obj: Manifest) -> None:
+        """Move the asset's pointer; reached only when its blocking checks have passed."""
+        write_json(pointer(obj.root, context.asset_key.path[-1]), obj.to_json())
+
+    def load_input(self, context: dg.InputContext) -> Manifest:
+        """Return the manifest that the asset's pointer names."""
+        try:
+            return newest(self.storage.path, context.asset_key.path[-1])
+        except ManifestError as error:
+            raise dg.Failure(str(error), allow_retries=False) from error
+
+
+def output(manifest: Manifest, metadata: Mapping[str, Any]) -> dg.MaterializeResult:
+    """Return an asset's materialization: its manifest for the next step, and what Dagster's UI shows."""
+    common: dict[str, Any] = {
+        "path": dg.MetadataValue.path(str(manifest.path)),
+        "fingerprint": manifest.fingerprint,
+        "bytes_on_disk": sum(manifest.files.values()),
+        "made_from": dg.MetadataValue.json(dict(manifest.inputs)),
+    }
+    version = dg.DataVersion(manifest.fingerprint)
+    return dg.MaterializeResult(value=manifest, metadata={**metadata, **common}, data_version=version)
+
+
+def pointer(root: Path, asset: str) -> Path:
+    """Return the name of an asset's pointer file."""
+    return root / POINTERS / f"{asset}.json"
+
+
+def newest(root: Path, asset: str) -> Manifest:
+    """Return the newest good manifest of an asset.
+
+    Raises ManifestError when there is none, or its files are missing or have other sizes.
+    """
+    path = pointer(root, asset)
+    if not path.is_file():
+        raise ManifestError(f"{asset}: nothing at {path}, expected a manifest; materialize {asset} first")
+    manifest = read(path, root)
+    verify(manifest)
+    return manifest
+
+
+def read(path: Path, root: Path) -> Manifest:
+    """Return the manifest in a file; raises ManifestError on anything else."""
+    try:
+        return Manifest(root=root, **json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ManifestError(
+            f"{path}: found no readable manifest ({error}), expected the JSON that was written"
+        ) from None
+
+
+def candidates(root: Path, asset: str) -> Iterator[Manifest]:
+    """Yield the whole manifests of an asset: the one its pointer names, then the others, newest first."""
+    records = sorted((root / asset).glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    for path in [pointer(root, asset), *records]:
+        with suppress(ManifestError):
+            manifest = read(path, root)
+            verify(manifest)
+            yield manifest
+
+
+def verify(manifest: Manifest) -> None:
+    """Raise ManifestError unless every file is there in its size."""
+    found = sizes(manifest.path) if manifest.path.is_dir() else {}
+    for name, size in manifest.files.items():
+        if found.get(name) != size:
+            what = f"{found[name]:,} bytes" if name in found else "no such file"
+            raise ManifestError(
+                f"{manifest.path / name}: found {what}, expected {size:,} bytes; "
+                f"remove {manifest.path} and materialize {manifest.asset} again"
+            )
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Return the size in bytes of each file in a folder by its path inside."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+
+
+@contextmanager
+def draft(root: Path, asset: str) -> Iterator[Path]:
+    """Yield the name of a folder to make, which is removed at the end unless `publish` has moved it away."""
+    drafts = root / DRAFTS
+    drafts.mkdir(parents=True, exist_ok=True)
+    host = socket.gethostname()
+    for left in drafts.glob(f"*@{host}@*"):
+        if not _alive(left.name.split("@")[2]):
+            shutil.rmtree(left, ignore_errors=True)
+    holder = Path(tempfile.mkdtemp(prefix=f"{asset}@{host}@{os.getpid()}@", dir=drafts))
+    try:
+        yield holder / asset
+    finally:
+        shutil.rmtree(holder, ignore_errors=True)
+
+
+def publish(
+    root: Path,
+    asset: str,
+    folder: Path,
+    content: Any,
+    config: Mapping[str, Any],
+    inputs: Sequence[Manifest],
+    facts: Mapping[str, Any],
+) -> Manifest:
+    """Move a draft to the place that its content and configuration give it, and return its manifest.
+
+    content: JSON, usually a fingerprint. What is there already is kept and the draft dropped.
+    Raises ManifestError when what is there is damaged.
+    """
+    fingerprint = digest({"asset": asset, "content": content, "config": config})[:16]
+    place = root / asset / fingerprint
+    record = place.with_suffix(".json")
+    made_from = {made.asset: made.fingerprint for made in inputs}
+    manifest = Manifest(asset, fingerprint, f"{asset}/{fingerprint}", sizes(folder), config, made_from, facts, root)
+    if place.is_dir() and record.is_file():
+        kept = read(record, root)
+        verify(kept)
+        return replace(kept, inputs=made_from)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_dir() and sizes(place) != manifest.files:
+        shutil.rmtree(place)  # without a manifest beside it, nothing points to it
+    if not place.is_dir():
+        os.rename(folder, place)
+    sync(place.parent)
+    write_json(record, manifest.to_json())
+    return manifest
+
+
+def _alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return True
