@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 import yaml  # type: ignore[import-untyped]
 
-CRON, TIME_ZONE, RUN_CONFIG = "MAMBA_RETRAIN_CRON", "MAMBA_RETRAIN_TIME_ZONE", "MAMBA_RETRAIN_CONFIG"
+CRON, TIME_ZONE, RUN_CONFIG = "MAMBA_RETRAIN_CRON", "MAMBA_RETRAIN_TIMEZONE", "MAMBA_RETRAIN_CONFIG"
 
 SMOKE = {
     "execution": {"config": {"in_process": {}}},

@@ -17,10 +17,12 @@ from mamba_ops.config import (
     TrainConfig,
     WeightsConfig,
 )
-from mamba_ops.training_state import UNRELATED_TO_RESULT
 
 PLACES = frozenset({"paths", "validation_paths", "path", "checkpoint", "retrain"})
 """Fields that say where content comes from; what it is has a fingerprint of its own."""
+
+PACE = frozenset({"gradient_checkpointing", "logging_seconds", "max_seconds", "max_skipped_steps", "save_steps"})
+"""Fields that say how a run goes on, not what comes of it."""
 
 ALLOWED = "Allowed: "
 COMPARISONS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
@@ -54,7 +56,7 @@ def launchable(stage: type[C]) -> type[C]:
         described = copy(info)
         described.description = " ".join(filter(None, [info.description, _sentence(allowed(info))]))
         if any(isinstance(part, BeforeValidator) for part in _parts(info)):
-            own: Any = Annotated[(info.annotation, *info.metadata)]
+            own: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
             check = TypeAdapter(own).validate_python
             described = Field(default=info.default, description=described.description)
             fields[name] = (Annotated[Any, BeforeValidator(check)], described)
@@ -109,7 +111,7 @@ def check_stages(run_config: Mapping[str, Any]) -> None:
 
 def identity(config: Launchable) -> dict[str, Any]:
     """Return what a stage's configuration says about its result, as JSON: neither places nor pace."""
-    return config.model_dump(mode="json", exclude=set(UNRELATED_TO_RESULT | PLACES))
+    return config.model_dump(mode="json", exclude=set(PLACES | PACE))
 
 
 def _from_environment(value: Any) -> bool:

@@ -3,10 +3,12 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mamba_ops.fingerprint import write_json
@@ -51,14 +53,30 @@ def execute(job: str, config: Path, root: Path) -> tuple[int, str]:
     command = [sys.executable, "-m", "dagster", "job", "execute", "-m", "pipelines", "-j", job, "-c", str(config)]
     environment = os.environ | {ROOT_VARIABLE: str(root), "PYTHONWARNINGS": QUIET}
     lines = []
-    with subprocess.Popen(
-        command, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
+    with (
+        subprocess.Popen(
+            command, env=environment, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process,
+        stops_with(process),
+    ):
         assert process.stdout
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
     return process.returncode, "".join(lines)
+
+
+@contextmanager
+def stops_with(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Let a job that is asked to stop save and end: Ctrl-C reaches it as well, SIGTERM is handed on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def error_message(output: str) -> str:

@@ -3,6 +3,7 @@
 <root>/<asset>/<fingerprint>/       content: made in a draft, then moved here whole, never changed
 <root>/<asset>/<fingerprint>.json   its manifest
 <root>/manifests/<asset>.json       the manifest of the newest good one, replaced atomically
+<root>/manifests/runs/<run>/        those that one run made: runs side by side do not mix
 """
 
 import json
@@ -21,7 +22,7 @@ import dagster as dg
 from mamba_ops.fingerprint import digest, sync, write_json
 from pipelines.resources import Storage
 
-POINTERS, DRAFTS = "manifests", ".drafts"
+POINTERS, RUNS, DRAFTS = "manifests", "runs", ".drafts"
 
 
 class ManifestError(ValueError):
@@ -57,18 +58,24 @@ class Manifest:
 
 
 class Pointers(dg.ConfigurableIOManager):
-    """Hands a manifest from one asset to the next through the pointer file of the asset."""
+    """Hands a manifest from one asset to the next: the run's own, else the newest good one."""
 
     storage: dg.ResourceDependency[Storage]
 
     def handle_output(self, context: dg.OutputContext, obj: Manifest) -> None:
         """Move the asset's pointer; reached only when its blocking checks have passed."""
-        write_json(pointer(obj.root, context.asset_key.path[-1]), obj.to_json())
+        asset = context.asset_key.path[-1]
+        for path in (pointer(obj.root, asset, context.run_id), pointer(obj.root, asset)):
+            write_json(path, obj.to_json())
 
     def load_input(self, context: dg.InputContext) -> Manifest:
-        """Return the manifest that the asset's pointer names."""
+        """Return what this run made of the asset, or the run that it repeats, or else the newest good one."""
+        root, asset, run = self.storage.path, context.asset_key.path[-1], context.step_context.dagster_run
         try:
-            return newest(self.storage.path, context.asset_key.path[-1])
+            for run_id in filter(None, (run.run_id, run.parent_run_id, run.root_run_id)):
+                if pointer(root, asset, run_id).is_file():
+                    return whole(pointer(root, asset, run_id), root)
+            return newest(root, asset)
         except ManifestError as error:
             raise dg.Failure(str(error), allow_retries=False) from error
 
@@ -85,9 +92,9 @@ def output(manifest: Manifest, metadata: Mapping[str, Any]) -> dg.MaterializeRes
     return dg.MaterializeResult(value=manifest, metadata={**metadata, **common}, data_version=version)
 
 
-def pointer(root: Path, asset: str) -> Path:
-    """Return the name of an asset's pointer file."""
-    return root / POINTERS / f"{asset}.json"
+def pointer(root: Path, asset: str, run_id: str | None = None) -> Path:
+    """Return the name of an asset's pointer file, or of that of one run."""
+    return (root / POINTERS / RUNS / run_id if run_id else root / POINTERS) / f"{asset}.json"
 
 
 def newest(root: Path, asset: str) -> Manifest:
@@ -98,6 +105,11 @@ def newest(root: Path, asset: str) -> Manifest:
     path = pointer(root, asset)
     if not path.is_file():
         raise ManifestError(f"{asset}: nothing at {path}, expected a manifest; materialize {asset} first")
+    return whole(path, root)
+
+
+def whole(path: Path, root: Path) -> Manifest:
+    """Return the manifest in a file after `verify`."""
     manifest = read(path, root)
     verify(manifest)
     return manifest
@@ -118,9 +130,7 @@ def candidates(root: Path, asset: str) -> Iterator[Manifest]:
     records = sorted((root / asset).glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for path in [pointer(root, asset), *records]:
         with suppress(ManifestError):
-            manifest = read(path, root)
-            verify(manifest)
-            yield manifest
+            yield whole(path, root)
 
 
 def verify(manifest: Manifest) -> None:

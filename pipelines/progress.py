@@ -15,9 +15,6 @@ import dagster as dg
 from mamba_ops.metrics import HISTORY, StepMetrics, describe
 from mamba_ops.training_state import TrainingState, checkpoints, save_checkpoint
 
-OBSERVATION_SECONDS = 1.0
-"""An observation costs about 50 ms."""
-
 
 def watched(
     context: dg.AssetExecutionContext,
@@ -31,40 +28,43 @@ def watched(
     When the run is cancelled or its process gone, the state is saved after the step at hand and
     dagster.Failure raised: a step that is only interrupted would be retried under a retry policy.
     """
-    since: StepMetrics | None = None
-    logged = observed = time.monotonic()
     context.log.info(f"{state.trainable:,} parameters train; checkpoints in {run}")
+    reported = metrics = None
+    due = time.monotonic() + every
     with stop_requests() as reason_to_stop:
         for metrics in steps:
-            now = time.monotonic()
-            last = metrics.step == metrics.total_steps
             if metrics.skipped:
                 context.log.warning(f"step {metrics.step} is skipped: {metrics.skipped}")
-            if now - logged >= every or last:
-                context.log.info(describe(metrics, since))
-                if now - observed >= OBSERVATION_SECONDS or last:
-                    context.log_event(observation(context, metrics))
-                    observed = now
-                since, logged = metrics, now
+            if time.monotonic() >= due:
+                report(context, metrics, reported)
+                reported, due = metrics, time.monotonic() + every
             if reason := reason_to_stop():
                 save_now(run, state)
                 raise dg.Failure(
                     f"training {reason} at step {metrics.step} of {metrics.total_steps}; the next run continues there",
                     allow_retries=False,
                 )
+    if metrics is None:
+        context.log.info(f"nothing is left to train: this run ended at step {state.step}")
+    elif metrics is not reported:
+        report(context, metrics, reported)
 
 
-def observation(context: dg.AssetExecutionContext, metrics: StepMetrics) -> dg.AssetObservation:
-    """Return a step's numbers as Dagster plots them; those that are not finite are left out."""
+def report(context: dg.AssetExecutionContext, metrics: StepMetrics, since: StepMetrics | None) -> None:
+    """Log a line, and record an observation with the same numbers; those that are not finite are left out."""
+    context.log.info(describe(metrics, since))
+    tokens = metrics.tokens_seen - (since.tokens_seen if since else 0)
+    seconds = metrics.elapsed_seconds - (since.elapsed_seconds if since else 0.0)
     values = {
         "train/step": metrics.step,
         "train/loss": metrics.loss,
         "train/learning_rate": metrics.learning_rate,
         "train/grad_norm": metrics.grad_norm,
         "train/tokens_seen": metrics.tokens_seen,
+        "train/tokens_per_second": tokens / max(seconds, 1e-9),
     }
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
-    return dg.AssetObservation(context.asset_key, metadata=finite)
+    context.log_event(dg.AssetObservation(context.asset_key, metadata=finite))
 
 
 def save_now(run: Path, state: TrainingState) -> None:

@@ -20,4 +20,4 @@ class Storage(dg.ConfigurableResource):
     @property
     def path(self) -> Path:
         """The folder, absolute."""
-        return Path(self.root or os.environ.get(ROOT_VARIABLE) or "data").absolute()
+        return Path(self.root or os.environ.get(ROOT_VARIABLE) or "data").expanduser().absolute()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -101,21 +102,32 @@ def test_a_child_of_a_killed_run_saves_and_ends(config, root, tmp_path):
         "--select",
         "trained_weights",
     ]
-    with subprocess.Popen(
-        [*command, "--config-json", json.dumps(values)],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as parent:
-        (folder,) = wait_for(
-            lambda: [path.parent for path in (root / training.RUNS).glob("*/metrics.jsonl") if path.stat().st_size]
+    log = tmp_path / "log"
+    with open(log, "wb") as file:
+        parent = subprocess.Popen(
+            [*command, "--config-json", json.dumps(values)],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
+
+    def begun():
+        assert parent.poll() is None, log.read_text()
+        return [path.parent for path in (root / training.RUNS).glob("*/metrics.jsonl") if path.stat().st_size]
+
+    try:
+        (folder,) = wait_for(begun)
         parent.kill()
-    with open(folder / ".lock", "a") as lock:
-        wait_for(lambda: locked(lock))
-    assert checkpoints(folder)[-1].name == f"step-{read_history(folder)[-1].step:08d}"
+        parent.wait()
+        with open(folder / ".lock", "a") as lock:
+            wait_for(lambda: locked(lock))
+        assert checkpoints(folder)[-1].name == f"step-{read_history(folder)[-1].step:08d}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
 
 
 def wait_for(found, seconds=60):

@@ -27,12 +27,12 @@ def test_it_is_loaded_and_stopped():
 
 
 def test_cron_and_time_zone_come_from_outside():
-    schedule = retraining({"MAMBA_RETRAIN_CRON": "30 4 * * *", "MAMBA_RETRAIN_TIME_ZONE": "Asia/Tokyo"})
+    schedule = retraining({"MAMBA_RETRAIN_CRON": "30 4 * * *", "MAMBA_RETRAIN_TIMEZONE": "Asia/Tokyo"})
     assert (schedule.cron_schedule, schedule.execution_timezone) == ("30 4 * * *", "Asia/Tokyo")
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="invalid cron schedule '61 \\* \\* \\* \\*'"):
         retraining({"MAMBA_RETRAIN_CRON": "61 * * * *"})
     with pytest.raises(dg.DagsterInvalidDefinitionError, match="Invalid execution timezone Moon/Crater"):
-        retraining({"MAMBA_RETRAIN_TIME_ZONE": "Moon/Crater"})
+        retraining({"MAMBA_RETRAIN_TIMEZONE": "Moon/Crater"})
 
 
 def test_a_tick_without_a_file_runs_the_defaults(instance):
