@@ -39,8 +39,8 @@ def adamw(
         part = slice(index * SLICE, (index + 1) * SLICE)
         p, g, m1, m2 = theta[part], grad[part], m[part], v[part]
         size = len(p)
-        t = ops.scratch("adamw_t", SLICE)[:size]
-        d = ops.scratch("adamw_d", SLICE)[:size]
+        t = ops.scratch("adamw_t", SLICE, (size,))
+        d = ops.scratch("adamw_d", SLICE, (size,))
         m1 *= beta1
         m1 += np.multiply(g, (1 - beta1) * gradient_scale, out=t)
         m2 *= beta2
@@ -58,4 +58,4 @@ def adamw(
             np.clip(d, -max_delta, max_delta, out=d)
         p -= d
 
-    ops.parallel(task, -(-theta.size // SLICE))
+    ops.in_turn(task, -(-theta.size // SLICE))

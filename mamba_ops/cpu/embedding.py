@@ -11,9 +11,7 @@ def embedding_forward(ops: Workspace, rows: Rows, params: Parameters, weight: st
     np.take(params[weight], rows.ids, axis=0, out=out, mode="clip")
 
 
-def embedding_backward(
-    ops: Workspace, dy: np.ndarray, rows: Rows, weight: str, grads: Gradients, need: Need
-) -> None:
+def embedding_backward(ops: Workspace, dy: np.ndarray, rows: Rows, weight: str, grads: Gradients, need: Need) -> None:
     """dweight[i] += sum of dy_t over the t with ids_t = i; repeated ids add up, in order of t."""
     if weight not in need:
         return

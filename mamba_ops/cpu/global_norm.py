@@ -25,7 +25,7 @@ def _norm(ops: Workspace, flat: np.ndarray) -> float:
 
     def task(index: int) -> None:
         part = flat[index * SLICE : (index + 1) * SLICE]
-        wide = ops.scratch("norm_wide", SLICE, dtype=np.float64)[: len(part)]
+        wide = ops.scratch("norm_wide", SLICE, part.shape, np.float64)
         wide[...] = part
         with np.errstate(over="ignore", invalid="ignore"):
             square = float(wide @ wide)
@@ -38,7 +38,7 @@ def _norm(ops: Workspace, flat: np.ndarray) -> float:
             wide /= top
             norms[index] = top * math.sqrt(wide @ wide)
 
-    ops.parallel(task, count)
+    ops.in_turn(task, count)
     largest = float(norms.max())
     if not 0 < largest < math.inf:
         return largest

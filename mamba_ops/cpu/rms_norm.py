@@ -38,7 +38,7 @@ def rms_norm_forward(
         np.multiply(rows, s, out=out)
         out *= w
 
-    ops.parallel(task, -(-T // TILE))
+    ops.in_turn(task, -(-T // TILE))
     return y, Saved(x, scale, w, weight)
 
 
@@ -54,9 +54,8 @@ def rms_norm_backward(
     def task(tile: int) -> None:
         part = slice(tile * TILE, (tile + 1) * TILE)
         rows, s, g = saved.x[part], saved.scale[part], dy[part]
-        n = len(rows)
-        xhat = np.multiply(rows, s, out=ops.scratch("norm_xhat", TILE, d_model)[:n])
-        t = np.multiply(g, xhat, out=ops.scratch("norm_t", TILE, d_model)[:n])
+        xhat = np.multiply(rows, s, out=ops.scratch("norm_xhat", TILE * d_model, g.shape))
+        t = np.multiply(g, xhat, out=ops.scratch("norm_t", TILE * d_model, g.shape))
         if wanted:
             np.sum(t, axis=0, out=partial[tile])
         t *= saved.weight
@@ -70,7 +69,7 @@ def rms_norm_backward(
         else:
             np.multiply(t, s, out=dx[part])
 
-    ops.parallel(task, tiles)
+    ops.in_turn(task, tiles)
     if wanted:
         gradient, accumulate = grads.take(saved.name)
         total = partial.sum(axis=0)

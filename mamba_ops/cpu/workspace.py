@@ -1,6 +1,8 @@
 """What the CPU ops share: the dtype, the threads, and buffers that are made once and reused."""
 
+import math
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,6 +14,9 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from mamba_ops.ops import Batch, Columns, LayerState, Rows
+
+CACHE_LINE = 64
+INTERPRETER_IS_LOCKED: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 class Workspace:
@@ -44,25 +49,40 @@ class Workspace:
         """Return an uninitialised (rows, columns) array that lives as long as the innermost open scope."""
         size = rows * columns
         pool = self._free[size]
-        buffer = pool.pop() if pool else np.empty(size, self.dtype)
+        buffer = pool.pop() if pool else aligned(size, self.dtype)
         self._scopes[-1].append(buffer)
         return buffer.reshape(rows, columns)
 
     def held_bytes(self) -> int:
         """Return the bytes of all activation buffers, in use or free."""
-        buffers = [buffer for pool in (*self._free.values(), *self._scopes) for buffer in pool]
-        return sum(buffer.nbytes for buffer in buffers)
+        return sum(buffer.nbytes for pool in (*self._free.values(), *self._scopes) for buffer in pool)
 
-    def scratch(self, name: str, *shape: int, dtype: type | None = None) -> np.ndarray:
-        """Return this thread's uninitialised array of that name and shape; the next call reuses it."""
+    def scratch(self, name: str, capacity: int, shape: tuple[int, ...], dtype: type | None = None) -> np.ndarray:
+        """Return this thread's uninitialised array of that name; the next call of that name reuses it.
+
+        capacity: elements of the largest shape asked for under this name.
+        """
         arrays = self._local.__dict__.setdefault("arrays", {})
-        key = (name, shape)
+        key = name, capacity
         if key not in arrays:
-            arrays[key] = np.empty(shape, dtype or self.dtype)
-        return arrays[key]
+            arrays[key] = aligned(capacity, np.dtype(dtype or self.dtype))
+        return arrays[key][: math.prod(shape)].reshape(shape)
+
+    def in_turn(self, task: Callable[[int], None], count: int) -> None:
+        """Run task(0) ... task(count - 1), whose NumPy calls take microseconds, with BLAS held to one thread.
+
+        A call gives up the interpreter's lock and takes it back; handing it to another thread takes longer than
+        such a call, so two threads are slower than one. Only an interpreter without the lock uses the threads.
+        """
+        if not INTERPRETER_IS_LOCKED:
+            self.parallel(task, count)
+            return
+        with self._blas.limit(limits=1):
+            for index in range(count):
+                task(index)
 
     def parallel(self, task: Callable[[int], None], count: int) -> None:
-        """Run task(0) ... task(count - 1) on the threads, with BLAS held to one thread inside each."""
+        """Run task(0) ... task(count - 1), whose NumPy calls take long, on the threads; BLAS has one in each."""
         if self._executor is None or count == 1:
             for index in range(count):
                 task(index)
@@ -92,6 +112,16 @@ class Workspace:
     def total(self, losses: np.ndarray) -> float:
         """Return the sum of per-token losses, accumulated in float64."""
         return float(losses.sum(dtype=np.float64))
+
+
+def aligned(size: int, dtype: np.dtype) -> np.ndarray:
+    """Return an uninitialised flat array that opens a cache line.
+
+    Wide loads that cross a line cost double, and NumPy's own arrays start 16 bytes into one.
+    """
+    raw = np.empty(size * dtype.itemsize + CACHE_LINE, np.uint8)
+    first = -raw.ctypes.data % CACHE_LINE
+    return raw[first : first + size * dtype.itemsize].view(dtype)
 
 
 def view(columns: np.ndarray | Columns) -> np.ndarray:

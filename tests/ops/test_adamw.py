@@ -17,9 +17,7 @@ SETTINGS = dict(
 )
 
 
-def reference(
-    p, g, m, v, count, *, learning_rate, beta1, beta2, epsilon, weight_decay, gradient_scale, max_delta
-):
+def reference(p, g, m, v, count, *, learning_rate, beta1, beta2, epsilon, weight_decay, gradient_scale, max_delta):
     g = g * gradient_scale
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g

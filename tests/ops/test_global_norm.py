@@ -31,9 +31,7 @@ def test_slices_change_nothing(monkeypatch):
 def test_case_13_huge_gradients_do_not_overflow():
     values = np.full(100, 1e20, np.float32)
     assert open_cpu(np.float32).global_norm({"g": values})["g"] == pytest.approx(1e21, rel=1e-6)
-    assert open_cpu(np.float64).global_norm({"g": np.full(100, 1e200)})["g"] == pytest.approx(
-        1e201, rel=1e-12
-    )
+    assert open_cpu(np.float64).global_norm({"g": np.full(100, 1e200)})["g"] == pytest.approx(1e201, rel=1e-12)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
