@@ -58,4 +58,4 @@ def adamw(
             np.clip(d, -max_delta, max_delta, out=d)
         p -= d
 
-    ops.in_turn(task, -(-theta.size // SLICE))
+    ops.run(task, -(-theta.size // SLICE))

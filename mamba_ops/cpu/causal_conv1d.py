@@ -82,7 +82,7 @@ def causal_conv1d_forward(
             sigmoid(sums, out=spare)
             np.multiply(sums, spare, out=out[start:stop])
 
-    ops.in_turn(task, rows.batch * saved.tiles)
+    ops.run(task, rows.batch * saved.tiles)
     if state is not None:
         _carry(saved.x, state.conv)
     return y, saved
@@ -110,7 +110,7 @@ def causal_conv1d_backward(
             for start in range(0, shape[1], part.block):
                 _backward_rows(ops, part, start, upstream, out, dtaps[b, :, c], dbias[b, c], wanted)
 
-        ops.in_turn(task, batch * saved.tiles)
+        ops.run(task, batch * saved.tiles)
         totals = (dtaps.sum(axis=0)[::-1].T[:, None, :], dbias.sum(axis=0))
         for name, total, used in zip(saved.names, totals, wanted, strict=True):
             if name is not None and used:

@@ -38,7 +38,7 @@ def _norm(ops: Workspace, flat: np.ndarray) -> float:
             wide /= top
             norms[index] = top * math.sqrt(wide @ wide)
 
-    ops.in_turn(task, count)
+    ops.run(task, count)
     largest = float(norms.max())
     if not 0 < largest < math.inf:
         return largest

@@ -7,7 +7,7 @@ from mamba_ops.cpu.workspace import Workspace
 from mamba_ops.ops import IGNORED, Gradients, Need, Parameters, Rows
 
 BLOCK_ELEMENTS = 1 << 24
-SLICE_ELEMENTS = 1 << 16
+SLICE_ELEMENTS = 1 << 18
 
 
 def linear_cross_entropy_forward(
@@ -67,4 +67,4 @@ def _softmax_losses(
             values *= np.where(counted, 1 / total, 0)[:, None].astype(values.dtype)
             values[at] -= counted
 
-    ops.parallel(task, -(-len(logits) // height))
+    ops.run(task, -(-len(logits) // height))

@@ -38,7 +38,7 @@ def rms_norm_forward(
         np.multiply(rows, s, out=out)
         out *= w
 
-    ops.in_turn(task, -(-T // TILE))
+    ops.run(task, -(-T // TILE))
     return y, Saved(x, scale, w, weight)
 
 
@@ -69,7 +69,7 @@ def rms_norm_backward(
         else:
             np.multiply(t, s, out=dx[part])
 
-    ops.in_turn(task, tiles)
+    ops.run(task, tiles)
     if wanted:
         gradient, accumulate = grads.take(saved.name)
         total = partial.sum(axis=0)

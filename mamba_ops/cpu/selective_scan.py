@@ -136,7 +136,7 @@ def selective_scan_forward(
         if state is not None:
             state.scan[g, :, c] = block.start
 
-    ops.in_turn(task, plan.tasks)
+    ops.run(task, plan.tasks)
     return y, saved
 
 
@@ -186,7 +186,7 @@ def selective_scan_backward(
             tile, g, c = plan.piece(index)
             _backward_task(ops, saved.part(g, c), whole.part(tile, g, c), wanted)
 
-        ops.in_turn(task, plan.tasks)
+        ops.run(task, plan.tasks)
         np.sum(whole.dB, axis=0, out=plan.by_row(dB))
         np.sum(whole.dC, axis=0, out=plan.by_row(dC))
         for name, sums in zip(saved.names, (whole.dA_log, whole.dD, whole.dbias), strict=True):

@@ -68,28 +68,19 @@ class Workspace:
             arrays[key] = aligned(capacity, np.dtype(dtype or self.dtype))
         return arrays[key][: math.prod(shape)].reshape(shape)
 
-    def in_turn(self, task: Callable[[int], None], count: int) -> None:
-        """Run task(0) ... task(count - 1), whose NumPy calls take microseconds, with BLAS held to one thread.
+    def run(self, task: Callable[[int], None], count: int) -> None:
+        """Run task(0) ... task(count - 1), made of NumPy calls on arrays that stay in cache; BLAS has one thread.
 
         A call gives up the interpreter's lock and takes it back; handing it to another thread takes longer than
         such a call, so two threads are slower than one. Only an interpreter without the lock uses the threads.
         """
-        if not INTERPRETER_IS_LOCKED:
-            self.parallel(task, count)
-            return
         with self._blas.limit(limits=1):
-            for index in range(count):
-                task(index)
-
-    def parallel(self, task: Callable[[int], None], count: int) -> None:
-        """Run task(0) ... task(count - 1), whose NumPy calls take long, on the threads; BLAS has one in each."""
-        if self._executor is None or count == 1:
-            for index in range(count):
-                task(index)
-            return
-        # NumPy's error state is a context variable: each task runs in a copy of the caller's context
-        calls = [(copy_context(), index) for index in range(count)]
-        with self._blas.limit(limits=1):
+            if INTERPRETER_IS_LOCKED or self._executor is None:
+                for index in range(count):
+                    task(index)
+                return
+            # NumPy's error state is a context variable: each task runs in a copy of the caller's context
+            calls = [(copy_context(), index) for index in range(count)]
             for _ in self._executor.map(lambda call: call[0].run(task, call[1]), calls):
                 pass
 

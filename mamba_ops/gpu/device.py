@@ -8,13 +8,13 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import wgpu
-from wgpu.backends.wgpu_native._ffi import lib
 
 from mamba_ops.gpu import wgsl
+from mamba_ops.gpu.timestamps import KernelTime, Timestamps
 
 STORAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 UNIFORM = wgpu.BufferUsage.UNIFORM | wgpu.BufferUsage.COPY_DST
@@ -29,20 +29,11 @@ LIMITS = (
 )
 DISPATCHES_PER_SUBMISSION = 64
 CACHED_GROUPS = 16384
-QUERIES = 4096
 GROUPS_PER_DIMENSION = 65535
 
 
 class DeviceError(RuntimeError):
     """The device refused, was lost or is closed; the message says what was asked for and what the limit is."""
-
-
-class KernelTime(NamedTuple):
-    """A kernel's dispatches while profiling, and their time on the device in ms."""
-
-    kernel: str
-    dispatches: int
-    milliseconds: float
 
 
 class Device:
@@ -76,7 +67,7 @@ class Device:
         self._encoder: Any = None
         self._pass: Any = None
         self._dispatches = 0
-        self._profile: _Profile | None = None
+        self._profile: Timestamps | None = None
         self._fence: wgpu.GPUBuffer | None = None
 
     @property
@@ -242,7 +233,7 @@ class Device:
             raise DeviceError(f"{self.name} has no timestamp queries, so its kernels cannot be timed one by one")
         self.flush()
         times: list[KernelTime] = []
-        self._profile = profile = _Profile(self.wgpu)
+        self._profile = profile = Timestamps(self.wgpu)
         try:
             yield times
             self.flush()
@@ -316,64 +307,6 @@ class Device:
             raise DeviceError(f"a buffer of {buffer.size:,} bytes is not on {self.name}, or was freed")
         if end > buffer.size:
             raise DeviceError(f"{end:,} bytes asked of a buffer of {buffer.size:,}")
-
-
-class _Profile:
-    """Timestamps before and after each dispatch, summed by kernel."""
-
-    def __init__(self, device: wgpu.GPUDevice):
-        self._queue = device.queue
-        self._queries = device.create_query_set(type="timestamp", count=QUERIES)
-        usage = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
-        self._resolved = device.create_buffer(size=QUERIES * 8, usage=usage)
-        self._period = lib.wgpuQueueGetTimestampPeriod(device.queue._internal)
-        self._kernels: list[str] = []
-        self._sums: dict[str, tuple[int, float]] = {}
-
-    @property
-    def full(self) -> bool:
-        """Whether no query is left."""
-        return 2 * len(self._kernels) >= QUERIES
-
-    def add(self, kernel: str) -> None:
-        """Take the next two queries for a dispatch of `kernel`."""
-        self._kernels.append(kernel)
-
-    def writes(self) -> dict[str, Any]:
-        """Return the timestamps of the pass of the dispatch added last."""
-        last = 2 * len(self._kernels) - 1
-        return {
-            "query_set": self._queries,
-            "beginning_of_pass_write_index": last - 1,
-            "end_of_pass_write_index": last,
-        }
-
-    def resolve(self, encoder: Any) -> None:
-        """Record writing the timestamps to a buffer."""
-        if self._kernels:
-            encoder.resolve_query_set(self._queries, 0, 2 * len(self._kernels), self._resolved, 0)
-
-    def collect(self) -> None:
-        """Read what was submitted."""
-        if not self._kernels:
-            return
-        data = self._queue.read_buffer(self._resolved, 0, 16 * len(self._kernels))
-        stamps = np.frombuffer(data, np.int64).reshape(-1, 2)
-        elapsed = (stamps[:, 1] - stamps[:, 0]).astype(np.float64) * self._period * 1e-6
-        for kernel, milliseconds in zip(self._kernels, elapsed, strict=True):
-            dispatches, total = self._sums.get(kernel, (0, 0.0))
-            self._sums[kernel] = dispatches + 1, total + float(milliseconds)
-        self._kernels.clear()
-
-    def times(self) -> list[KernelTime]:
-        """Return the sums, the longest first."""
-        times = [KernelTime(kernel, *both) for kernel, both in self._sums.items()]
-        return sorted(times, key=lambda time: -time.milliseconds)
-
-    def close(self) -> None:
-        """Free the queries."""
-        self._resolved.destroy()
-        self._queries.destroy()
 
 
 def grid(count: int) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from mamba_ops.gpu.workspace import DeviceArray, DeviceRows, GpuWorkspace, Range
 from mamba_ops.ops import Columns, Gradients, LayerState, Need, Parameters
 
 BLOCK = 16
-"""Steps between saved states, 4, 8 or 16: the backward computes a block again, with four values a run of 4 kept."""
+"""Steps between saved states, 4, 8 or 16: the backward computes a block again, keeping the state of each 4th step."""
 
 CHANNELS = 32
 """Channels of a workgroup, 8, 16, 32 or 64."""
@@ -90,7 +90,7 @@ def selective_scan_forward(
     With a state, h_0 comes from it and the last h is left in it. Raises ValueError for a d_state that the
     adapter's workgroups do not hold.
     """
-    device, plan = ops.device, _plan(ops.device, rows.seq_len, u.shape[1], B.width)
+    device, plan = ops.device, make_plan(ops.device, rows.seq_len, u.shape[1], B.width)
     y = ops.empty(*u.shape)
     starts = ops.empty(rows.batch * plan.blocks * plan.groups, plan.channels * plan.lanes * 4)
     saved = Saved(rows, u, delta, B, C, z, params, A_log, D, delta_bias, starts, plan)
@@ -187,8 +187,11 @@ def _uniform(device: Device, saved: Saved, dz: Range) -> wgpu.GPUBuffer:
     return device.uniform("12I", *sizes, *(number for pair in ranges for number in pair))
 
 
-def _plan(device: Device, seq_len: int, d_inner: int, d_state: int) -> Plan:
-    """Choose the longest blocks, then the most channels, that a workgroup holds, at 256 threads or at more."""
+def make_plan(device: Device, seq_len: int, d_inner: int, d_state: int) -> Plan:
+    """Choose the longest blocks, then the most channels, that a workgroup holds, at 256 threads or at more.
+
+    Raises ValueError where it does not hold d_state states.
+    """
     lanes = 4
     while 4 * lanes < d_state:
         lanes *= 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import wgpu
 
-from mamba_ops.gpu import adapters
+from mamba_ops.gpu import adapters, timestamps
 from mamba_ops.gpu import device as module
 from mamba_ops.gpu.adapters import choose, list_adapters, open_device, safe_without_checks
 from mamba_ops.gpu.device import DeviceError, grid
@@ -294,7 +294,7 @@ def test_profile_times_each_kernel(gpu_once):
 
 
 def test_profile_of_more_dispatches_than_queries(gpu_once, monkeypatch):
-    monkeypatch.setattr(module, "QUERIES", 8)
+    monkeypatch.setattr(timestamps, "QUERIES", 8)
     a, c = gpu_once.upload(np.ones((1, 1), np.float32)), gpu_once.upload(np.zeros((1, 1), np.float32))
     with gpu_once.device.profile() as times:
         for _ in range(11):
