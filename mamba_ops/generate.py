@@ -71,7 +71,8 @@ def advance(
         part = ids[None, begin : begin + window]
         positions = position + np.arange(begin, begin + window)[None]
         batch = Batch(part, np.full_like(part, IGNORED), positions.astype(np.uint32))
-        result = logits(ops, params, config, ops.rows(batch), state)
+        with ops.scope():
+            result = logits(ops, params, config, ops.rows(batch), state)
         begin += window
         if begin == len(ids):
             return result

@@ -7,17 +7,22 @@ import numpy as np
 
 from mamba_ops.config import MambaConfig
 from mamba_ops.model import losses_and_gradients
-from mamba_ops.ops import Batch, Need, Ops, Parameters
+from mamba_ops.ops import Array, Batch, Need, Ops, Parameters
 
 
 class GradientBuffers:
-    """One buffer a trained parameter; `take` says whether this step has already written to it."""
+    """One buffer a trained parameter; `take` says whether this step has already written to it.
 
-    def __init__(self, params: Mapping[str, np.ndarray], need: Iterable[str]):
-        self.arrays = {name: np.zeros_like(params[name]) for name in need}
+    ops: where the parameters lie; NumPy arrays for None.
+    """
+
+    def __init__(self, params: Parameters, need: Iterable[str], ops: Ops | None = None):
+        zeros_like = ops.zeros_like if ops else np.zeros_like
+        self.arrays: dict[str, Array] = {name: zeros_like(params[name]) for name in need}
+        self._ops = ops
         self._written: set[str] = set()
 
-    def take(self, name: str) -> tuple[np.ndarray, bool]:
+    def take(self, name: str) -> tuple[Array, bool]:
         """Return the buffer of `name` and whether to add to it (False on the first use in a step)."""
         add = name in self._written
         self._written.add(name)
@@ -30,7 +35,10 @@ class GradientBuffers:
     def finish_step(self) -> None:
         """Zero what this step has not written to, so that nothing of an earlier step is left."""
         for name in self.arrays.keys() - self._written:
-            self.arrays[name].fill(0)
+            if self._ops:
+                self._ops.zero(self.arrays[name])
+            else:
+                self.arrays[name].fill(0)
 
 
 def accumulate(
@@ -52,8 +60,9 @@ def accumulate(
     for batch in batches:
         count = batch.target_count
         if count:
-            rows = ops.rows(batch)
-            nll += losses_and_gradients(ops, params, config, rows, buffers, need, gradient_checkpointing)
+            with ops.scope():
+                rows = ops.rows(batch)
+                nll += losses_and_gradients(ops, params, config, rows, buffers, need, gradient_checkpointing)
             tokens += count
     buffers.finish_step()
     return nll, tokens

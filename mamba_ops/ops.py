@@ -7,7 +7,7 @@ that is a range of columns is passed as `Columns`; nothing above an op slices, a
 of its inputs into destinations.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -54,14 +54,8 @@ class Batch:
         return int(np.count_nonzero(self.targets != IGNORED))
 
 
-class Rows(NamedTuple):
-    """A batch where the ops want it: flattened to (batch * seq_len,)."""
-
-    batch: int
-    seq_len: int
-    ids: Array
-    targets: Array
-    positions: Array
+Rows: TypeAlias = Any
+"""A batch where the ops want it, with `batch` and `seq_len`; each side has a record of its own."""
 
 
 class LayerState(NamedTuple):
@@ -99,6 +93,21 @@ class Ops(Protocol):
 
     def read(self, array: Array) -> np.ndarray:
         """Return a copy on the host."""
+
+    def upload_parameter(self, name: str, array: np.ndarray) -> Array:
+        """Return a parameter where the ops run: on the CPU the array itself."""
+
+    def write_parameter(self, parameter: Array, array: np.ndarray) -> None:
+        """Overwrite a parameter with a host array of its shape; nothing to do where they are one."""
+
+    def zeros_like(self, array: Array) -> Array:
+        """Return zeros of the same shape, kept until `release`."""
+
+    def zero(self, array: Array) -> None:
+        """Set every element to zero."""
+
+    def release(self, arrays: Iterable[Array]) -> None:
+        """Free what `upload_parameter` and `zeros_like` returned."""
 
     def total(self, losses: Array) -> float:
         """Return the sum of per-token losses, accumulated in float64."""

@@ -1,6 +1,6 @@
 """AdamW state, and one step over every parameter that trains."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ def adam_state(params: Parameters, names: Iterable[str]) -> AdamState:
     """Return zero moments and counts for the named parameters."""
     state = AdamState({}, {})
     for name in names:
-        _ensure(state, params, name)
+        _ensure(state, params, name, np.zeros_like)
     return state
 
 
@@ -49,7 +49,7 @@ def step(
     The gradient is gradient_scale * grads[name]; names outside `decay` are not decayed.
     """
     for name, gradient in grads.items():
-        _ensure(state, params, name)
+        _ensure(state, params, name, ops.zeros_like)
         state.counts[name] += 1
         ops.adamw(
             params[name],
@@ -71,7 +71,7 @@ def state_bytes(state: AdamState) -> int:
     return sum(first.nbytes + second.nbytes for first, second in state.moments.values())
 
 
-def _ensure(state: AdamState, params: Parameters, name: str) -> None:
+def _ensure(state: AdamState, params: Parameters, name: str, zeros_like: Callable[[Array], Array]) -> None:
     if name not in state.moments:
-        state.moments[name] = np.zeros_like(params[name]), np.zeros_like(params[name])
+        state.moments[name] = zeros_like(params[name]), zeros_like(params[name])
         state.counts[name] = 0

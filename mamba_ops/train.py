@@ -3,8 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -16,6 +16,7 @@ from mamba_ops.config import BatchesConfig, MambaConfig, TrainConfig
 from mamba_ops.cpu import open_cpu
 from mamba_ops.gradients import GradientBuffers, accumulate, clip_factor, first_non_finite, total_norm
 from mamba_ops.metrics import HISTORY, StepMetrics, append, open_history
+from mamba_ops.mirror import Mirror
 from mamba_ops.ops import Array, Batch, Need, Ops
 from mamba_ops.parameters import EMBEDDING
 from mamba_ops.schedule import learning_rate
@@ -38,9 +39,13 @@ from mamba_ops.training_state import (
     start,
 )
 
-__all__ = ["StepMetrics", "StepResult", "TokenRows", "start", "total_steps", "train", "train_step"]
+__all__ = ["StepMetrics", "StepResult", "TokenRows", "start", "stop", "total_steps", "train", "train_step"]
 
 log = logging.getLogger(__name__)
+
+
+class StopTraining(Exception):
+    """Thrown into a run by `stop`."""
 
 
 class StepResult(NamedTuple):
@@ -65,13 +70,15 @@ def train(
     tokenizer: Tokenizer | None = None,
     ops: Ops | None = None,
     folder: str | Path | None = None,
-) -> Iterator[StepMetrics]:
+) -> Generator[StepMetrics]:
     """Train `state` in place and yield the metrics of each optimizer step.
 
     data: token ids of one document, text (with its tokenizer), or rows of a tokenized corpus. ops: the CPU's
     for None. With a folder the run is kept there: every save_steps steps and at the end the state is saved,
     and the same call, in a new process or not, continues from the newest checkpoint, bit for bit; a finished
-    run yields nothing. A step's metrics are yielded after its checkpoint.
+    run yields nothing. A step's metrics are yielded after its checkpoint; `stop` saves after the step at hand.
+    Where the ops run on a device, `state` is brought up to date every save_steps steps, at the end, and when
+    the generator is stopped or closed.
     The run ends after max_steps, or num_train_epochs, or at the first step past max_seconds of wall time.
 
     Raises ValueError on fewer than 2 tokens, ids outside the embedding, text without a tokenizer, and a state
@@ -88,6 +95,12 @@ def train(
         check_identity("this state", state.identity, identity)
     state.identity = identity
     return _run(state, rows, train_config, batches_config, ops or open_cpu(dtype.type), folder)
+
+
+def stop(steps: Generator[StepMetrics]) -> None:
+    """Save the state of a run after the step it has just yielded, and end it."""
+    with suppress(StopIteration):
+        steps.throw(StopTraining())
 
 
 def train_step(
@@ -140,7 +153,7 @@ def _run(
     batches: BatchesConfig,
     ops: Ops,
     folder: str | Path | None,
-) -> Iterator[StepMetrics]:
+) -> Generator[StepMetrics]:
     total = total_steps(rows, config, batches)
     with ExitStack() as stack:
         kept: tuple[Path, BinaryIO] | None = None
@@ -150,24 +163,42 @@ def _run(
             if size == 0 and state.step:
                 raise ValueError(f"{path}: expected a checkpoint of this run or a fresh state, got step {state.step}")
             kept = path, stack.enter_context(open_history(path / HISTORY, size))
-        buffers = GradientBuffers(state.params, state.names)
+        mirror = Mirror(ops, state.params, state.adam)
+        buffers = GradientBuffers(mirror.params, state.names, ops)
+        stack.callback(ops.release, buffers.arrays.values())
+        stack.callback(mirror.close)
         began = time.monotonic() - state.seconds
         coming = windows(rows, batches, config.gradient_accumulation_steps, state.step)
         while not _finished(state, config, total):
-            metrics = _next_step(state, rows, config, ops, buffers, next(coming), total, began)
+            metrics = _next_step(state, rows, config, mirror, buffers, next(coming), total, began)
             if kept:
                 append(kept[1], metrics)
             _check_skipped(state, config, metrics)
-            if kept and (state.step % config.save_steps == 0 or _finished(state, config, total)):
-                save_checkpoint(kept[0], state, kept[1])
-            yield metrics
+            saved = state.step % config.save_steps == 0 or _finished(state, config, total)
+            if saved:
+                _save(mirror, state, kept)
+            try:
+                yield metrics
+            except GeneratorExit:
+                mirror.pull()
+                raise
+            except StopTraining:
+                if not saved:
+                    _save(mirror, state, kept)
+                return
+
+
+def _save(mirror: Mirror, state: TrainingState, kept: tuple[Path, BinaryIO] | None) -> None:
+    mirror.pull()
+    if kept:
+        save_checkpoint(kept[0], state, kept[1])
 
 
 def _next_step(
     state: TrainingState,
     rows: TokenRows,
     config: TrainConfig,
-    ops: Ops,
+    mirror: Mirror,
     buffers: GradientBuffers,
     window: tuple[int, list[np.ndarray]],
     total: int,
@@ -178,7 +209,8 @@ def _next_step(
     before = time.monotonic()
     rate = learning_rate(config, state.step + 1, total)
     loaded = (load(rows, indices) for indices in batches)
-    result = train_step(ops, state.params, state.config, loaded, buffers, state.adam, config, rate, buffers.arrays)
+    names, ops = buffers.arrays, mirror.ops
+    result = train_step(ops, mirror.params, state.config, loaded, buffers, mirror.adam, config, rate, names)
     now = time.monotonic()
     state.step += 1
     state.tokens_seen += result.tokens

@@ -5,20 +5,21 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 import dagster as dg
 
-from mamba_ops.metrics import HISTORY, StepMetrics, describe
-from mamba_ops.training_state import TrainingState, checkpoints, save_checkpoint
+from mamba_ops.metrics import StepMetrics, describe
+from mamba_ops.train import stop
+from mamba_ops.training_state import TrainingState
 
 
 def watched(
     context: dg.AssetExecutionContext,
-    steps: Iterator[StepMetrics],
+    steps: Generator[StepMetrics],
     state: TrainingState,
     run: Path,
     every: float,
@@ -39,7 +40,7 @@ def watched(
                 report(context, metrics, reported)
                 reported, due = metrics, time.monotonic() + every
             if reason := reason_to_stop():
-                save_now(run, state)
+                stop(steps)
                 raise dg.Failure(
                     f"training {reason} at step {metrics.step} of {metrics.total_steps}; the next run continues there",
                     allow_retries=False,
@@ -65,14 +66,6 @@ def report(context: dg.AssetExecutionContext, metrics: StepMetrics, since: StepM
     }
     finite = {name: value for name, value in values.items() if math.isfinite(value)}
     context.log_event(dg.AssetObservation(context.asset_key, metadata=finite))
-
-
-def save_now(run: Path, state: TrainingState) -> None:
-    """Save the state after the step at hand, unless the run has just done so."""
-    done = checkpoints(run)
-    if not done or done[-1].name != f"step-{state.step:08d}":
-        with open(run / HISTORY, "ab") as history:
-            save_checkpoint(run, state, history)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mamba_ops.cpu.activations import sigmoid, silu_derivative
-from mamba_ops.cpu.workspace import Workspace, view
-from mamba_ops.ops import Columns, Gradients, LayerState, Need, Parameters, Rows
+from mamba_ops.cpu.workspace import Rows, Workspace, view
+from mamba_ops.ops import Columns, Gradients, LayerState, Need, Parameters
 
 _ROWS = 64
 _WIDTH = 512

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from mamba_ops.cpu.workspace import Workspace
-from mamba_ops.ops import Gradients, Need, Parameters, Rows
+from mamba_ops.cpu.workspace import Rows, Workspace
+from mamba_ops.ops import Gradients, Need, Parameters
 
 
 def embedding_forward(ops: Workspace, rows: Rows, params: Parameters, weight: str, out: np.ndarray) -> None:

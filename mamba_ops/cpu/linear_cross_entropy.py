@@ -3,8 +3,8 @@
 import numpy as np
 
 from mamba_ops.cpu.linear import add_product
-from mamba_ops.cpu.workspace import Workspace
-from mamba_ops.ops import IGNORED, Gradients, Need, Parameters, Rows
+from mamba_ops.cpu.workspace import Rows, Workspace
+from mamba_ops.ops import IGNORED, Gradients, Need, Parameters
 
 BLOCK_ELEMENTS = 1 << 24
 SLICE_ELEMENTS = 1 << 18

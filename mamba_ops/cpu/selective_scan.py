@@ -7,8 +7,8 @@ import numpy as np
 from mamba_ops.cpu.activations import sigmoid, silu_derivative, softplus, softplus_derivative
 from mamba_ops.cpu.scan_block import Block, adjoints, decay_gradients, open_block, states
 from mamba_ops.cpu.scan_plan import Plan, blocks, make_plan, small
-from mamba_ops.cpu.workspace import Workspace
-from mamba_ops.ops import Columns, Gradients, LayerState, Need, Parameters, Rows
+from mamba_ops.cpu.workspace import Rows, Workspace
+from mamba_ops.ops import Columns, Gradients, LayerState, Need, Parameters
 
 
 class Saved(NamedTuple):

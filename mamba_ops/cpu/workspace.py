@@ -5,18 +5,29 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
+from typing import NamedTuple
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from mamba_ops.ops import Batch, Columns, LayerState, Rows
+from mamba_ops.ops import Batch, Columns, LayerState
 
 CACHE_LINE = 64
 INTERPRETER_IS_LOCKED: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+class Rows(NamedTuple):
+    """A batch, flattened to (batch * seq_len,)."""
+
+    batch: int
+    seq_len: int
+    ids: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
 
 
 class Workspace:
@@ -99,6 +110,26 @@ class Workspace:
     def read(self, array: np.ndarray) -> np.ndarray:
         """Return a copy."""
         return array.copy()
+
+    def upload_parameter(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Return the array itself."""
+        return array
+
+    def write_parameter(self, parameter: np.ndarray, array: np.ndarray) -> None:
+        """Overwrite a parameter, unless it is the array itself."""
+        if parameter is not array:
+            np.copyto(parameter, array)
+
+    def zeros_like(self, array: np.ndarray) -> np.ndarray:
+        """Return zeros of the same shape."""
+        return np.zeros_like(array)
+
+    def zero(self, array: np.ndarray) -> None:
+        """Set every element to zero."""
+        array.fill(0)
+
+    def release(self, arrays: Iterable[np.ndarray]) -> None:
+        """Arrays are freed with their last reference."""
 
     def total(self, losses: np.ndarray) -> float:
         """Return the sum of per-token losses, accumulated in float64."""

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from mamba_ops import gradcheck
 from mamba_ops.cpu import CpuOps, open_cpu, workspace
 from mamba_ops.cpu.scan_plan import BLOCK, CHUNK
+from mamba_ops.cpu.workspace import Rows
 from mamba_ops.gradients import GradientBuffers
-from mamba_ops.ops import Columns, LayerState, Rows
+from mamba_ops.ops import Columns, LayerState
 
 NAMES = ("A_log", "D", "delta_bias")
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 
 from mamba_ops.metrics import read_history
+from mamba_ops.train import StopTraining, stop
 from mamba_ops.training_state import checkpoints
 from pipelines import training
 
@@ -25,10 +26,15 @@ def interrupted_after(step, number):
     real = training.train
 
     def train(*arguments, **options):
-        for metrics in real(*arguments, **options):
+        steps = real(*arguments, **options)
+        for metrics in steps:
             if metrics.step == step:
                 os.kill(os.getpid(), number)
-            yield metrics
+            try:
+                yield metrics
+            except StopTraining:
+                stop(steps)
+                return
 
     return train
 
