@@ -1,6 +1,6 @@
 """Hugging Face folders, read and written; `save_tensors` and `load_tensors` are the one gate to disk."""
 
-import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from mamba_ops.config import UNSUPPORTED_HINT, MambaConfig
+from mamba_ops.config import UNSUPPORTED_HINT, MambaConfig, byte_size
 from mamba_ops.fingerprint import atomic_directory, write_json
-from mamba_ops.parameters import EMBEDDING, LM_HEAD, table
+from mamba_ops.layouts import is_original, original_config, renamed
+from mamba_ops.parameters import EMBEDDING, LM_HEAD, count, table
+from mamba_ops.shards import WEIGHTS, Stored, locate, read_json, split, write_index
 from mamba_ops.tensors import (
+    DTYPES,
     CheckpointError,
     check_finite,
     fingerprint,
-    load_header,
     load_metadata,
     load_tensors,
     mismatch,
+    read_blocks,
+    read_tensor,
     save_tensors,
 )
 from mamba_ops.tokenizer import BESIDE, TOKENIZER, embedding_rows, load_tokenizer
@@ -36,8 +40,8 @@ __all__ = [
 ]
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+READ = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SAVED = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"]}
 
 LOOKALIKES = {
     "mamba2": "a scalar A per head and a norm inside the mixer",
@@ -58,61 +62,78 @@ def save_model(
     config: MambaConfig,
     params: Mapping[str, np.ndarray],
     tokenizer_file: str | Path | None = None,
+    *,
+    max_shard_size: int | str | None = None,
+    dtype: str = "float32",
 ) -> None:
-    """Write a Hugging Face folder that appears whole or not at all; weights become float32.
+    """Write a Hugging Face folder that appears whole or not at all; weights become float32 or bfloat16.
 
-    A tied folder holds no lm_head.weight. `tokenizer_file` is a tokenizer.json, copied as it is.
+    A tied folder holds no lm_head.weight. `tokenizer_file` is a tokenizer.json, copied as it is. Above
+    `max_shard_size` (bytes, or text such as "2GB") weights go to several files with an index.
     Raises CheckpointError on parameters or a tokenizer that do not fit the config, FileExistsError when the
-    folder exists, and what `load_tokenizer` raises.
+    folder exists, ValueError on another dtype or size, and what `load_tokenizer` raises.
     """
     folder = Path(folder)
-    _check_shapes(folder / WEIGHTS, config, {name: value.shape for name, value in params.items()})
-    with np.errstate(over="ignore"):  # beyond float32 becomes inf, which is refused by name
-        weights = {name: np.asarray(params[name], dtype=np.float32) for name in table(config)}
-    for name, array in weights.items():
-        check_finite(folder / WEIGHTS, name, array)
+    if dtype not in SAVED:
+        raise ValueError(f"dtype: expected one of {', '.join(SAVED)}, got {dtype!r}")
+    limit = None if max_shard_size is None else byte_size(max_shard_size)
+    _check_names(folder / WEIGHTS, config, params)
+    for name, entry in table(config).items():
+        _check_shape(folder / WEIGHTS, name, np.shape(params[name]), entry.shape)
     with atomic_directory(folder) as temporary:
         if tokenizer_file is not None:
             _copy_tokenizer(temporary, config, Path(tokenizer_file))
-        save_tensors(temporary / WEIGHTS, weights, metadata={"format": "pt"})
-        write_json(temporary / CONFIG, _config_json(config))
+        _save_weights(temporary, folder, config, params, limit, SAVED[dtype])
+        write_json(temporary / CONFIG, _config_json(config, dtype))
         write_json(temporary / GENERATION, {"_from_model_config": True, **_special_ids(config)})
 
 
 def load_model(
     folder: str | Path, dtype: type[np.floating[Any]] = np.float32
 ) -> tuple[MambaConfig, dict[str, np.ndarray]]:
-    """Return the config and the parameters of a Hugging Face folder, as `dtype`, in table order.
+    """Return the config and the parameters of a folder, as `dtype`, in table order.
 
+    The folder is Hugging Face's or in the original layout, its weights float32, float16 or bfloat16 in one
+    safetensors file or several. They are read one tensor at a time into what is returned.
     Raises CheckpointError on a key that is missing or unknown, a shape that does not follow from the config,
-    a dtype other than float32, or a value that is not finite.
+    another dtype, a value that is not finite, and a missing, truncated or corrupt file.
     """
     folder = Path(folder)
     config = load_config(folder)
-    path = _weights_file(folder)
-    header = load_header(path)
-    for name, entry in header.items():
-        if entry.dtype != "F32":
-            raise mismatch(path, name, f"dtype {entry.dtype}", "F32 (float32); convert the folder first")
-    explicit_head = config.tie_word_embeddings and LM_HEAD in header
-    shapes = {name: entry.shape for name, entry in header.items() if not (explicit_head and name == LM_HEAD)}
-    _check_shapes(path, config, shapes)
-    tensors = load_tensors(path)
-    for name, array in tensors.items():
-        check_finite(path, name, array)
-    if explicit_head and not np.array_equal(tensors[LM_HEAD], tensors[EMBEDDING]):
-        expected = f"{EMBEDDING} again, or tie_word_embeddings false in {CONFIG}"
-        raise mismatch(path, LM_HEAD, "a head that differs from the embedding it is tied to", expected)
-    return config, {name: tensors[name].astype(dtype, copy=False) for name in table(config)}
+    listing, stored = locate(folder)
+    stored = renamed(stored)
+    head = stored.pop(LM_HEAD, None) if config.tie_word_embeddings else None
+    if head is not None and EMBEDDING not in stored:
+        stored[EMBEDDING], head = head, None
+    _check_names(listing, config, stored)
+    shapes = {name: entry.shape for name, entry in table(config).items()}
+    for name, place in (stored if head is None else stored | {LM_HEAD: head}).items():
+        if place.entry.dtype not in READ:
+            found = f"dtype {place.entry.dtype}"
+            raise mismatch(place.path, place.name, found, f"{', '.join(READ)} ({', '.join(READ.values())})")
+        _check_shape(place.path, place.name, place.entry.shape, shapes[EMBEDDING if name == LM_HEAD else name])
+    params = {}
+    for name, place in sorted(stored.items(), key=lambda item: (item[1].path, item[1].entry.offset)):
+        params[name] = read_tensor(place.path, place.entry, np.dtype(dtype))
+        check_finite(place.path, place.name, params[name])
+    if head is not None:
+        _check_head(head, params[EMBEDDING])
+    return config, {name: params[name] for name in shapes}
 
 
 def load_config(folder: str | Path) -> MambaConfig:
-    """Return the config of a Hugging Face folder; raises CheckpointError on anything but a valid Mamba-1."""
+    """Return the config of a folder, in Hugging Face's form when it is in the original layout.
+
+    Raises CheckpointError on anything but a valid Mamba-1.
+    """
     path = _existing_folder(Path(folder)) / CONFIG
-    values = _read_json(path)
+    values = read_json(path, "the model's configuration")
+    names: dict[str, str] = {}
+    if is_original(values):
+        values, names = original_config(path, values)
     if "model_type" not in values:
-        hint = "a folder in the original layout has to be converted to Hugging Face's first"
-        raise mismatch(path, "model_type", "none", f"'mamba': {UNSUPPORTED_HINT}; {hint}")
+        original = "or d_model and n_layer of the original layout"
+        raise mismatch(path, "model_type", "none", f"'mamba', {original}: {UNSUPPORTED_HINT}")
     model_type = values["model_type"]
     if model_type != "mamba":
         lost = LOOKALIKES.get(model_type) if isinstance(model_type, str) else None
@@ -121,15 +142,36 @@ def load_config(folder: str | Path) -> MambaConfig:
     try:
         return MambaConfig.model_validate(values)
     except ValidationError as error:
-        raise _config_error(path, error) from None
+        raise _config_error(path, error, names) from None
 
 
-def _config_json(config: MambaConfig) -> dict[str, Any]:
+def _save_weights(
+    temporary: Path,
+    folder: Path,
+    config: MambaConfig,
+    params: Mapping[str, np.ndarray],
+    limit: int | None,
+    dtype: np.dtype[Any],
+) -> None:
+    """Write the weights, a file at a time; errors name them where they will be."""
+    sizes = {name: math.prod(entry.shape) * dtype.itemsize for name, entry in table(config).items()}
+    files = split(sizes, limit)
+    for file, names in files.items():
+        with np.errstate(over="ignore"):  # beyond the dtype becomes inf, which is refused by name
+            weights = {name: np.asarray(params[name]).astype(dtype, copy=False) for name in names}
+        for name, array in weights.items():
+            check_finite(folder / file, name, array)
+        save_tensors(temporary / file, weights, metadata={"format": "pt"})
+    if len(files) > 1:
+        write_index(temporary, files, sizes, count(config))
+
+
+def _config_json(config: MambaConfig, dtype: str) -> dict[str, Any]:
     values = config.model_dump()
     values.pop("torch_dtype", None)  # the older name of dtype
     return values | {
         "architectures": ["MambaForCausalLM"],
-        "dtype": "float32",
+        "dtype": dtype,
         "intermediate_size": config.d_inner,
         "time_step_rank": config.dt_rank,
     }
@@ -165,18 +207,29 @@ def _copy_tokenizer(folder: Path, config: MambaConfig, source: Path) -> None:
         write_json(folder / BESIDE[0], settings)
 
 
-def _check_shapes(path: Path, config: MambaConfig, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless names and shapes are exactly the config's."""
-    expected = {name: entry.shape for name, entry in table(config).items()}
+def _check_names(path: Path, config: MambaConfig, found: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the names are exactly the config's."""
+    expected = table(config)
     missing, unknown = [sorted(set(a) - set(b)) for a, b in ((expected, found), (found, expected))]
-    if EMBEDDING in missing and "backbone.embedding.weight" in unknown:
-        raise mismatch(path, "backbone.embedding.weight", "a name of the original layout", EMBEDDING)
     if missing or unknown:
         parts = [f"{_some(missing)} missing"] * bool(missing) + [f"{_some(unknown)} unknown"] * bool(unknown)
         raise mismatch(path, "", ", ".join(parts), f"the {len(expected)} tensors of its config")
-    for name, shape in expected.items():
-        if tuple(found[name]) != shape:
-            raise mismatch(path, name, f"shape {tuple(found[name])}", shape)
+
+
+def _check_shape(path: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if tuple(found) != expected:
+        raise mismatch(path, name, f"shape {tuple(found)}", expected)
+
+
+def _check_head(head: Stored, embedding: np.ndarray) -> None:
+    """Raise CheckpointError unless an explicit head of a tied model is the embedding."""
+    flat = embedding.reshape(-1)
+    with np.errstate(invalid="ignore"):  # what is not a number is not equal
+        blocks = read_blocks(head.path, head.entry)
+        same = all(np.array_equal(part, flat[start : start + part.size]) for start, part in blocks)
+    if not same:
+        expected = f"{EMBEDDING} again, or tie_word_embeddings false in {CONFIG} (the original layout: tie_embeddings)"
+        raise mismatch(head.path, head.name, "a head that differs from the embedding it is tied to", expected)
 
 
 def _some(names: list[str], limit: int = 5) -> str:
@@ -191,37 +244,11 @@ def _existing_folder(folder: Path) -> Path:
     return folder
 
 
-def _weights_file(folder: Path) -> Path:
-    """Return the folder's safetensors file; refuse shards and pickles by name."""
-    path = folder / WEIGHTS
-    if path.exists():
-        return path
-    if (folder / INDEX).exists():
-        raise mismatch(folder, INDEX, "weights in several files", f"one {WEIGHTS}")
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
-    if pickles:
-        convert = f"{WEIGHTS}; transformers' from_pretrained and save_pretrained write one"
-        raise mismatch(folder, pickles[0], "a pickle, which can run code and is never read", convert)
-    raise mismatch(folder, WEIGHTS, "no such file", "the weights")
+def _config_error(path: Path, error: ValidationError, names: Mapping[str, str]) -> CheckpointError:
+    """Turn the first wrong key of a pydantic error into one line; a union's alternatives are joined.
 
-
-def _read_json(path: Path) -> dict[str, Any]:
-    def refuse(constant: str) -> float:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    except FileNotFoundError:
-        raise mismatch(path, "", "no such file", "the model's configuration") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise mismatch(path, "", f"no readable JSON ({error})", "a JSON object") from None
-    if not isinstance(values, dict):
-        raise mismatch(path, "", f"JSON of type {type(values).__name__}", "a JSON object")
-    return values
-
-
-def _config_error(path: Path, error: ValidationError) -> CheckpointError:
-    """Turn the first wrong key of a pydantic error into one line; a union's alternatives are joined."""
+    names: of keys in the file, where they are others.
+    """
     first = error.errors(include_url=False)[0]
     key = str(first["loc"][0]) if first["loc"] else ""
     if not key:
@@ -230,4 +257,5 @@ def _config_error(path: Path, error: ValidationError) -> CheckpointError:
     messages = [e["msg"] for e in error.errors(include_url=False) if e["loc"][:1] == first["loc"][:1]]
     expected = " or ".join(message.removeprefix("Input should be ") for message in messages)
     found = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
+    key = names.get(key, key)
     return mismatch(path, key, found, "a value" if first["type"] == "missing" else expected)

@@ -5,6 +5,7 @@ pipeline and is shared by the library and by Dagster.
 """
 
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -29,7 +30,28 @@ def _text(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+def byte_size(value: int | str) -> int:
+    """Return bytes from a number or text such as "500MB" or "2GB" (powers of 1,000, as transformers reads them).
+
+    Raises ValueError on anything else and below 1.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*([KMGT]?)B?\s*", str(value), re.IGNORECASE | re.ASCII)
+    size = int(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ") if found else 0
+    if size < 1 or isinstance(value, bool):
+        raise ValueError(f"expected bytes as a number or text such as 500MB or 2GB, got {value!r}")
+    return size
+
+
+def _size_text(value: Any) -> Any:
+    """Turn bytes into text and check it."""
+    if isinstance(value, int | str):
+        byte_size(value)
+        return str(value)
+    return value
+
+
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+ByteSize = Annotated[str, BeforeValidator(_size_text)]
 
 
 class Stage(BaseModel):
@@ -94,7 +116,13 @@ class WeightsConfig(Stage):
 
     checkpoint: str | None = Field(
         default=None,
-        description="A Hugging Face checkpoint folder; the shape below is then read from it and must not be set.",
+        description="A checkpoint folder, Hugging Face's or in the original layout; the shape below is then read "
+        "from it and must not be set.",
+    )
+    resize_embeddings: bool = Field(
+        default=False,
+        description="Add rows to the checkpoint's embedding (and untied head) when the tokenizer needs more: the mean "
+        "row with a little noise by seed.",
     )
     seed: int = Field(default=0, ge=0, description="Seed of the initial weights.")
     hidden_size: int = Field(default=96, ge=1, description="d_model.")
@@ -113,7 +141,8 @@ class WeightsConfig(Stage):
 
     @model_validator(mode="after")
     def _shape_or_checkpoint(self) -> "WeightsConfig":
-        extra = sorted(self.model_fields_set - {"checkpoint"}) if self.checkpoint else []
+        about_checkpoint = {"checkpoint", "resize_embeddings"} | ({"seed"} if self.resize_embeddings else set())
+        extra = sorted(self.model_fields_set - about_checkpoint) if self.checkpoint else []
         changed = [name for name in extra if getattr(self, name) != type(self).model_fields[name].default]
         if changed:
             raise ValueError(f"with checkpoint={self.checkpoint!r} the shape comes from it; remove {changed}")
@@ -153,10 +182,40 @@ class TrainConfig(Stage):
     max_skipped_steps: int = Field(
         default=10, ge=0, description="Non-finite steps in a row that are skipped before the run fails."
     )
+    memory_limit: ByteSize | None = Field(
+        default=None,
+        description="Most memory that training may take, such as 16GB; none: what is available, or the limit of the "
+        "control group. A run that takes more is refused before it starts.",
+    )
+    save_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Dtype of the trained weights' files; checkpoints of the run stay float32."
+    )
+    max_shard_size: ByteSize | None = Field(
+        default=None,
+        description="Most bytes of a file of trained weights, such as 500MB or 2GB (powers of 1,000); none: one file.",
+    )
 
 
-class EvaluateConfig(Stage):
-    """Perplexity and sampled text."""
+class GenerateConfig(Stage):
+    """How text is continued; names and meanings as in transformers' GenerationConfig."""
+
+    max_new_tokens: int = Field(default=200, ge=0, description="Tokens of a sample at most.")
+    temperature: Number = Field(default=0.8, ge=0, description="What logits are divided by; 0: the likeliest token.")
+    top_k: int = Field(default=0, ge=0, description="Draw from so many likeliest tokens; 0: from all.")
+    top_p: Number = Field(
+        default=1.0, ge=0, le=1, description="Draw from the fewest likeliest tokens with this probability together."
+    )
+    repetition_penalty: Number = Field(
+        default=1.0,
+        ge=0.01,
+        le=100,
+        description="What a logit above 0 is divided by, and one below multiplied, of tokens that the text has.",
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the draws.")
+
+
+class EvaluateConfig(GenerateConfig):
+    """Perplexity, and one sampled text."""
 
     window: int = Field(default=1024, ge=1, description="Tokens of a document processed at once; the state is carried.")
     batch_size: int = Field(default=1, ge=1, description="Documents read side by side.")
@@ -165,9 +224,6 @@ class EvaluateConfig(Stage):
         description="What the perplexity has to be better than: none, unigram, bigram, or a number.",
     )
     prompt: str = Field(default="", description="Text that the sample continues; empty: the end-of-text token.")
-    max_new_tokens: int = Field(default=200, ge=0, description="Tokens of the sample.")
-    temperature: Number = Field(default=0.8, ge=0, description="Of sampling; 0: greedy.")
-    seed: int = Field(default=0, ge=0, description="Seed of the sample.")
 
     @model_validator(mode="after")
     def _known_baseline(self) -> "EvaluateConfig":
@@ -180,6 +236,14 @@ class EvaluateConfig(Stage):
         if not (math.isfinite(limit) and limit > 1):
             raise ValueError(f"baseline: expected none, unigram, bigram or a number above 1, got {self.baseline!r}")
         return self
+
+
+class SamplesConfig(GenerateConfig):
+    """Texts that trained weights continue."""
+
+    prompts: list[str] = Field(
+        default=[""], min_length=1, description="Beginnings of documents, each continued; empty text: from nothing."
+    )
 
 
 class MambaConfig(BaseModel):
@@ -233,7 +297,7 @@ class MambaConfig(BaseModel):
 
 def new_model_config(weights: WeightsConfig, vocab_size: int, end_of_text_id: int) -> MambaConfig:
     """Return the config.json of a model that starts from a seed."""
-    shape = weights.model_dump(exclude={"checkpoint", "seed", "time_step_rank"})
+    shape = weights.model_dump(exclude={"checkpoint", "resize_embeddings", "seed", "time_step_rank"})
     return MambaConfig(
         vocab_size=vocab_size,
         time_step_rank=weights.time_step_rank or "auto",

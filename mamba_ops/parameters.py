@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from mamba_ops.config import MambaConfig
 EMBEDDING = "backbone.embeddings.weight"
 FINAL_NORM = "backbone.norm_f.weight"
 LM_HEAD = "lm_head.weight"
+RESIZE_NOISE = 0.01
 
 Init = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -57,6 +58,27 @@ def init(config: MambaConfig, seed: int, dtype: type = np.float32) -> dict[str, 
     }
 
 
+def resize_embeddings(
+    config: MambaConfig, params: Mapping[str, np.ndarray], rows: int, seed: int
+) -> tuple[MambaConfig, dict[str, np.ndarray]]:
+    """Return a model whose embedding, and head when untied, have at least `rows` rows; the others are untouched.
+
+    A new row is the mean of all rows plus N(0, (0.01 std)^2) per column. As a row of the head it then has the mean
+    logit, so that k new tokens among n take at most k / (n + k) of the probability (but for the noise), whatever the
+    model says, where a row of the initial distribution may take nearly all of it.
+    Source: J. Hewitt (2021), "Initializing new word embeddings for pretrained language models".
+    """
+    if rows <= config.vocab_size:
+        return config, dict(params)
+    resized = dict(params)
+    for name in dict.fromkeys([EMBEDDING, head_name(config)]):
+        old = params[name]
+        mean, std = old.mean(axis=0, dtype=np.float64), old.std(axis=0, dtype=np.float64)
+        noise = _stream(seed, f"resize {name}").standard_normal((rows - len(old), old.shape[1]))
+        resized[name] = np.concatenate([old, (mean + RESIZE_NOISE * std * noise).astype(old.dtype)])
+    return config.model_copy(update={"vocab_size": rows}), resized
+
+
 def select(config: MambaConfig, names: Iterable[str] | None = None) -> list[str]:
     """Return the named parameters in table order, all of them for None.
 
@@ -87,12 +109,8 @@ def _layer(config: MambaConfig) -> dict[str, Parameter]:
     entries = {
         "norm.weight": Parameter((d_model,), _constant(1.0), False),
         "mixer.in_proj.weight": Parameter((2 * d_inner, d_model), _uniform(d_model**-0.5), True),
-        "mixer.conv1d.weight": Parameter(
-            (d_inner, 1, config.conv_kernel), _uniform(config.conv_kernel**-0.5), True
-        ),
-        "mixer.x_proj.weight": Parameter(
-            (rank + 2 * config.state_size, d_inner), _uniform(d_inner**-0.5), True
-        ),
+        "mixer.conv1d.weight": Parameter((d_inner, 1, config.conv_kernel), _uniform(config.conv_kernel**-0.5), True),
+        "mixer.x_proj.weight": Parameter((rank + 2 * config.state_size, d_inner), _uniform(d_inner**-0.5), True),
         "mixer.dt_proj.weight": Parameter((d_inner, rank), _dt_weight(config), True),
         "mixer.dt_proj.bias": Parameter((d_inner,), _dt_bias(config), False),
         "mixer.A_log": Parameter((d_inner, config.state_size), _A_log, False),

@@ -2,18 +2,22 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mamba_ops.fingerprint import atomic_file
 
 DTYPES = {
+    "BF16": np.dtype(bfloat16),
+    "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
     "I32": np.dtype(np.int32),
@@ -22,7 +26,13 @@ DTYPES = {
     "U32": np.dtype(np.uint32),
     "U64": np.dtype(np.uint64),
 }
-"""What is written and read, by the file format's name."""
+"""What is read, by the file format's name."""
+
+WRITTEN = {name: dtype for name, dtype in DTYPES.items() if name != "F16"}
+"""What is written."""
+
+BLOCK = 1 << 22
+"""Elements that are read at once."""
 
 
 class CheckpointError(ValueError):
@@ -30,10 +40,11 @@ class CheckpointError(ValueError):
 
 
 class Entry(NamedTuple):
-    """One tensor of a file's header; dtype is the file format's name ('F32', 'BF16', ...)."""
+    """One tensor of a file's header; dtype is the file format's name ('F32', 'BF16', ...), offset in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
 
 def mismatch(path: str | Path, key: str, found: Any, expected: Any) -> CheckpointError:
@@ -50,7 +61,7 @@ def save_tensors(
 ) -> None:
     """Write a safetensors file of finite arrays in C order, atomically, and compare what was written.
 
-    Raises CheckpointError naming the tensor on a dtype outside `DTYPES`, a value that is not finite, or a
+    Raises CheckpointError naming the tensor on a dtype outside `WRITTEN`, a value that is not finite, or a
     written tensor that differs; then nothing at `path` has changed.
     """
     path = Path(path)
@@ -69,19 +80,47 @@ def load_tensors(path: str | Path) -> dict[str, np.ndarray]:
 
     Raises CheckpointError on a missing, truncated or corrupt file and on a dtype outside `DTYPES`.
     """
-    with _open(path) as file:
-        for name in file.keys():  # noqa: SIM118
-            dtype = file.get_slice(name).get_dtype()
-            if dtype not in DTYPES:
-                raise mismatch(path, name, f"dtype {dtype}", f"one of {', '.join(DTYPES)}")
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    header = load_header(path)
+    for name, entry in header.items():
+        if entry.dtype not in DTYPES:
+            raise mismatch(path, name, f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
+    return {name: read_tensor(path, entry) for name, entry in header.items()}
 
 
 def load_header(path: str | Path) -> dict[str, Entry]:
-    """Return each tensor's dtype and shape without reading its values; raises CheckpointError."""
-    with _open(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {name: Entry(view.get_dtype(), tuple(view.get_shape())) for name, view in slices.items()}
+    """Return each tensor's dtype, shape and place without reading its values; raises CheckpointError."""
+    with _open(path):
+        values, start = _header(Path(path))
+    values.pop("__metadata__", None)
+    return {
+        name: Entry(value["dtype"], tuple(value["shape"]), start + value["data_offsets"][0])
+        for name, value in values.items()
+    }
+
+
+def read_tensor(path: str | Path, entry: Entry, dtype: np.dtype[Any] | None = None) -> np.ndarray:
+    """Return one tensor of a file as `dtype` (its own for None); no more than a block is held besides."""
+    stored = DTYPES[entry.dtype]
+    array = np.empty(entry.shape, stored if dtype is None else dtype)
+    flat = array.reshape(-1)
+    for start, part in read_blocks(path, entry):
+        with np.errstate(invalid="ignore"):  # what is not a number stays so
+            flat[start : start + part.size] = part
+    return array
+
+
+def read_blocks(path: str | Path, entry: Entry) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield a tensor's elements in C order, `BLOCK` at a time, as (index of the first, elements)."""
+    stored, size = DTYPES[entry.dtype], math.prod(entry.shape)
+    width = stored.itemsize
+    with open(path, "rb") as file:
+        file.seek(entry.offset)
+        for start in range(0, size, BLOCK):
+            count = min(BLOCK, size - start)
+            raw = np.fromfile(file, f"<u{width}", count)
+            if raw.size != count:
+                raise mismatch(path, "", "a file that shrank while it was read", "a whole safetensors file")
+            yield start, raw.astype(f"=u{width}", copy=False).view(stored)
 
 
 def load_metadata(path: str | Path) -> dict[str, str]:
@@ -92,7 +131,8 @@ def load_metadata(path: str | Path) -> dict[str, str]:
 
 def check_finite(path: str | Path, name: str, array: np.ndarray) -> None:
     """Raise CheckpointError naming the first value that is not finite."""
-    finite = np.isfinite(array)
+    with np.errstate(invalid="ignore"):  # bfloat16's signalling NaN
+        finite = np.isfinite(array)
     if not finite.all():
         index = tuple(int(i) for i in np.unravel_index(np.argmin(finite), array.shape))
         raise mismatch(path, name, f"{array[index]} at {index}", "finite values")
@@ -118,8 +158,38 @@ def _open(path: str | Path) -> Iterator[Any]:
         with safe_open(path, framework="np") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        size = f"{path.stat().st_size:,} bytes that cannot be read ({error})"
-        raise mismatch(path, "", size, "a whole safetensors file; it is truncated or corrupt") from error
+        raise _broken(path, error) from error
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a file's header, and the byte where the values start."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= path.stat().st_size - 8:
+            raise ValueError(f"a header of {length:,} bytes")
+        return json.loads(file.read(length)), 8 + length
+
+
+def _broken(path: Path, error: Exception) -> CheckpointError:
+    """Say what is wrong with a file that the format's reader refuses, with the first key that shows it."""
+    size = path.stat().st_size
+    try:
+        values, start = _header(path)
+        entries = {name: value for name, value in values.items() if name != "__metadata__"}
+        for name, value in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape, (first, last) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+            if dtype not in DTYPES:
+                return mismatch(path, name, f"dtype {dtype}", f"one of {', '.join(DTYPES)}")
+            if last - first != (needed := math.prod(shape) * DTYPES[dtype].itemsize):
+                return mismatch(path, name, f"{last - first:,} bytes", f"{needed:,} for {dtype} {shape}")
+            if start + last > size:
+                whole = start + max(value["data_offsets"][1] for value in entries.values())
+                found = f"{size:,} bytes that end before {name} does"
+                return mismatch(path, "", found, f"a whole safetensors file of {whole:,}; it is truncated")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError):
+        pass  # the header itself
+    found = f"{size:,} bytes that cannot be read ({error})"
+    return mismatch(path, "", found, "a whole safetensors file; it is truncated or corrupt")
 
 
 def _checked(path: Path, name: str, value: Any) -> np.ndarray:
@@ -127,8 +197,8 @@ def _checked(path: Path, name: str, value: Any) -> np.ndarray:
     if not isinstance(value, np.ndarray | np.generic) or isinstance(value, np.ma.MaskedArray):
         raise mismatch(path, name, type(value).__name__, "a NumPy array")
     dtype = value.dtype.newbyteorder("=")
-    if dtype not in DTYPES.values():
-        allowed = ", ".join(str(known) for known in DTYPES.values())
+    if dtype not in WRITTEN.values():
+        allowed = ", ".join(str(known) for known in WRITTEN.values())
         raise mismatch(path, name, f"dtype {value.dtype}", f"one of {allowed}")
     array = np.asarray(value, dtype=dtype, order="C")
     check_finite(path, name, array)
@@ -137,10 +207,10 @@ def _checked(path: Path, name: str, value: Any) -> np.ndarray:
 
 def _compare(path: Path, written: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Compare the file with the arrays as they were given, strides and all."""
-    with _open(written) as file:
-        if set(file.keys()) != set(tensors):
-            raise mismatch(path, "", sorted(file.keys()), f"what was to be written: {sorted(tensors)}")
-        for name, value in tensors.items():
-            stored = file.get_tensor(name)
-            if stored.dtype != value.dtype.newbyteorder("=") or not np.array_equal(stored, value):
-                raise mismatch(path, name, "other values on disk", "those that were written")
+    header = load_header(written)
+    if set(header) != set(tensors):
+        raise mismatch(path, "", sorted(header), f"what was to be written: {sorted(tensors)}")
+    for name, value in tensors.items():
+        stored = read_tensor(written, header[name])
+        if stored.dtype != value.dtype.newbyteorder("=") or not np.array_equal(stored, value):
+            raise mismatch(path, name, "other values on disk", "those that were written")

@@ -39,7 +39,16 @@ WEIGHTS, MOMENTS, STATE = "model.safetensors", "optimizer.safetensors", "state.j
 COUNTERS = ("step", "skipped", "skipped_in_a_row", "tokens_seen", "seconds")
 
 UNRELATED_TO_RESULT = frozenset(
-    {"save_steps", "logging_seconds", "max_seconds", "max_skipped_steps", "gradient_checkpointing"}
+    {
+        "gradient_checkpointing",
+        "logging_seconds",
+        "max_seconds",
+        "max_shard_size",
+        "max_skipped_steps",
+        "memory_limit",
+        "save_dtype",
+        "save_steps",
+    }
 )
 """Fields of TrainConfig that may change when a run is resumed: they do not change what a step computes."""
 

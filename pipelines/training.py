@@ -11,13 +11,15 @@ import pandas as pd
 from mamba_ops.checkpoint import fingerprint as weights_fingerprint
 from mamba_ops.checkpoint import load_model, save_model
 from mamba_ops.config import BatchesConfig, MambaConfig, new_model_config
+from mamba_ops.cpu import open_cpu
 from mamba_ops.fingerprint import digest, write_json
 from mamba_ops.metrics import StepMetrics, mean_loss, read_history
-from mamba_ops.parameters import count, init
+from mamba_ops.parameters import count, init, resize_embeddings
 from mamba_ops.tokenizer import TOKENIZER, load_tokenizer, tokenizer_fingerprint
 from mamba_ops.train import TokenRows, start, train
 from mamba_ops.training_data import data_fingerprint, open_rows
 from mamba_ops.training_state import TrainingState, run_identity
+from pipelines.before import announced
 from pipelines.checks import Events, Verdict, blocking, passed, reported
 from pipelines.configuration import TrainRun, WeightsRun, identity
 from pipelines.io import Manifest, draft, output, publish
@@ -89,7 +91,9 @@ def trained_weights(
     batches = BatchesConfig(**{name: facts[name] for name in BatchesConfig.model_fields})
     state = start(*load_model(weights_mirror.path))
     run = storage.path / RUNS / run_name(state, config, batches, rows)
-    watched(context, train(state, rows, config, batches, folder=run), state, run, config.logging_seconds)
+    ops = open_cpu()
+    expected = announced(context, state, rows, config, batches, ops, run)
+    watched(context, train(state, rows, config, batches, ops=ops, folder=run), state, run, config.logging_seconds)
     history = read_history(run)
     with draft(storage.path, "trained_weights") as folder:
         yield from passed(
@@ -97,31 +101,53 @@ def trained_weights(
             optimizer_steps=lambda: optimizer_steps(history),
             weights_finite=lambda: weights_finite(state.params),
         )
-        save_model(folder, state.config, state.params, weights_mirror.path / TOKENIZER)
+        dtype, size = config.save_dtype, config.max_shard_size
+        words = weights_mirror.path / TOKENIZER
+        save_model(folder, state.config, state.params, words, max_shard_size=size, dtype=dtype)
         write_json(folder / METRICS, reproducible(history))
-        content = {"weights": weights_fingerprint(state.params), "model": state.config.model_dump(mode="json")}
+        model = state.config.model_dump(mode="json")
+        content = {"weights": weights_fingerprint(state.params), "model": model, "saved_as": [dtype, size]}
         facts = content | weights_facts(state, weights_mirror)
         inputs = [token_batches, weights_mirror]
         manifest = publish(storage.path, "trained_weights", folder, content, identity(config), inputs, facts)
-    yield output(manifest, training_metadata(state, history, run))
+    yield output(manifest, expected | training_metadata(state, history, run))
 
 
 def base_weights(config: WeightsRun, tokenizer: Manifest) -> tuple[MambaConfig, dict[str, np.ndarray]]:
     """Return the checkpoint's model, or a fresh one for the tokenizer.
 
-    Raises ValueError when the checkpoint holds another tokenizer.
+    Raises ValueError when the checkpoint holds another tokenizer; with resize_embeddings it may have more tokens.
     """
     if not config.checkpoint:
         model = new_model_config(config, tokenizer.facts["vocab_size"], tokenizer.facts["end_of_text_id"])
         return model, init(model, config.seed)
-    loaded = load_model(config.checkpoint)
-    own, chosen = Path(config.checkpoint) / TOKENIZER, tokenizer.facts["fingerprint"]
-    if own.is_file() and (found := tokenizer_fingerprint(own)) != chosen:
+    model, weights = load_model(config.checkpoint)
+    own = Path(config.checkpoint) / TOKENIZER
+    if own.is_file():
+        check_tokenizer(own, tokenizer, config.resize_embeddings)
+    if config.resize_embeddings:
+        return resize_embeddings(model, weights, tokenizer.facts["vocab_size"], config.seed)
+    return model, weights
+
+
+def check_tokenizer(own: Path, tokenizer: Manifest, may_extend: bool) -> None:
+    """Raise ValueError unless a checkpoint's own tokenizer is the asset's, or, when it may, a part of it."""
+    found, chosen = tokenizer_fingerprint(own), tokenizer.facts["fingerprint"]
+    if found == chosen:
+        return
+    if not may_extend:
         raise ValueError(
             f"{own}: found the tokenizer {found[:16]}, expected {chosen[:16]}, the one of the asset tokenizer; "
-            f"set the path of the stage tokenizer to {config.checkpoint}"
+            f"set the path of the stage tokenizer to {own.parent}"
         )
-    return loaded
+    ids = load_tokenizer(tokenizer.path).get_vocab()
+    moved = {token: i for token, i in load_tokenizer(own).get_vocab().items() if ids.get(token) != i}
+    if moved:
+        token = min(moved, key=moved.__getitem__)
+        raise ValueError(
+            f"{own}: found {token!r} with the id {moved[token]} ({len(moved)} tokens differ), expected "
+            f"{ids.get(token)} as in the asset tokenizer, which with resize_embeddings may only have more tokens"
+        )
 
 
 def run_name(state: TrainingState, config: TrainRun, batches: BatchesConfig, rows: TokenRows) -> str:
@@ -154,10 +180,10 @@ def ids_have_rows(model: MambaConfig, tokenizer: Manifest) -> Verdict:
     """Whether the embedding has a row for each id of the tokenizer."""
     largest = tokenizer.facts["vocab_size"] - 1
     token = load_tokenizer(tokenizer.path).id_to_token(largest)
-    return Verdict(
-        largest < model.vocab_size,
-        f"found the id {largest} ({token!r}), expected 0 to {model.vocab_size - 1}, the rows of the embedding",
-    )
+    found = f"found the id {largest} ({token!r}), expected 0 to {model.vocab_size - 1}, the rows of the embedding"
+    if largest < model.vocab_size:
+        return Verdict(True, found)
+    return Verdict(False, f"{found}; resize_embeddings of the stage weights_mirror adds rows")
 
 
 def optimizer_steps(history: list[StepMetrics]) -> Verdict:

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shlex
 import signal
 import struct
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -110,6 +112,10 @@ def layouts():
         "merged adapter, transposed": (np.ones((6, 8), np.float32).T + 2.0 * (B @ A)).T,
         "product in Fortran order": (A.T @ B.T).T,
         "unsigned": np.array([0, 2**32 - 1], dtype=np.uint32),
+        "bfloat16": base.astype(bfloat16),
+        "bfloat16, transposed": base.astype(bfloat16).T,
+        "bfloat16, 0-d": np.array(7).astype(bfloat16),
+        "bfloat16, empty": np.zeros((0, 3)).astype(bfloat16),
     }
 
 
@@ -154,7 +160,8 @@ def test_case_37_read_back_finds_other_values(tmp_path, monkeypatch):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_view_round_trips(tmp_path, data):
-    dtype = data.draw(st.sampled_from(list(tensors.DTYPES.values())))
+    written = [dtype for dtype in tensors.WRITTEN.values() if dtype != bfloat16]
+    dtype = data.draw(st.sampled_from(written))
     shape = data.draw(npst.array_shapes(min_dims=0, min_side=0, max_side=5))
     elements = {"allow_nan": False, "allow_infinity": False} if dtype.kind == "f" else None
     base = data.draw(npst.arrays(dtype, shape, elements=npst.from_dtype(dtype, **(elements or {}))))
@@ -171,7 +178,7 @@ def test_any_view_round_trips(tmp_path, data):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (np.array(["a"]), "w: found dtype <U1, expected one of float32, float64"),
+        (np.array(["a"]), "w: found dtype <U1, expected one of bfloat16, float32, float64"),
         (np.array([None]), "w: found dtype object"),
         (np.zeros(2, np.float16), "w: found dtype float16"),
         (np.zeros(2, np.complex64), "w: found dtype complex64"),
@@ -182,6 +189,8 @@ def test_any_view_round_trips(tmp_path, data):
         (np.array([[0.0, 1.0], [2.0, np.nan]]), r"w: found nan at \(1, 1\), expected finite"),
         (np.array([0, 1, np.inf, np.nan], np.float32), r"w: found inf at \(2,\)"),
         (np.array(-np.inf), r"w: found -inf at \(\)"),
+        (np.array([1, np.nan]).astype(bfloat16), r"w: found nan at \(1,\)"),
+        (np.array([0x7F81], np.uint16).view(bfloat16), r"w: found nan at \(0,\)"),
     ],
 )
 def test_what_the_gate_refuses(tmp_path, value, message):
@@ -438,8 +447,19 @@ def test_folders_that_are_none(tmp_path, folder):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "last.ckpt", "weights.pth", "state.pkl"])
 def test_pickles_are_refused_by_name(folder, name):
     (folder / "model.safetensors").rename(folder / name)
-    with pytest.raises(CheckpointError, match=rf"{name}: found a pickle.*save_pretrained"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name}: found a pickle, .*, expected model\.safetensors; .* python -c"
+    ):
         load_model(folder)
+
+
+def test_a_pickle_s_name_cannot_run_in_the_shell(folder):
+    (folder / "model.safetensors").rename(folder / "x';$(touch hacked)\";.bin")
+    with pytest.raises(CheckpointError, match="found a pickle") as caught:
+        load_model(folder)
+    command = shlex.split(str(caught.value).partition("python -c")[2])
+    assert len(command) == 1
+    compile(command[0], "command", "exec")
 
 
 def test_a_pickle_beside_the_weights_is_ignored(folder):
@@ -447,24 +467,21 @@ def test_a_pickle_beside_the_weights_is_ignored(folder):
     assert len(load_model(folder)[1]) == 22
 
 
-def test_shards_are_refused_by_name(folder):
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"index\.json: found weights in several files, expected one model\.saf"):
-        load_model(folder)
-
-
 def test_every_truncation_and_a_corrupt_header_is_one_error(folder):
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     header = 8 + struct.unpack("<Q", whole[:8])[0]
-    broken = [whole[:size] for size in (0, 1, 7, 8, 9, header - 1, header, header + 1, len(whole) - 1)]
-    broken += [whole + b"\0", b"\x80\x04" + whole, whole[:8] + b"x" + whole[9:], b"\xff" * len(whole)]
-    broken += [whole.replace(b'"F32"', b'"X32"', 1), b"version https://git-lfs.github.com/spec/v1\n"]
-    for data in broken:
+    unreadable = [whole[:size] for size in (0, 1, 7, 8, 9, header - 1)]
+    unreadable += [whole + b"\0", b"\x80\x04" + whole, whole[:8] + b"x" + whole[9:], b"\xff" * len(whole)]
+    unreadable += [b"version https://git-lfs.github.com/spec/v1\n", struct.pack("<Q", 4) + b"[{}]"]
+    cases = [(data, rf"found {len(data):,} bytes that cannot be read .*truncated or corrupt") for data in unreadable]
+    for size in (header, header + 1, len(whole) - 1):
+        expected = rf"bytes that end before \S+ does, expected a whole safetensors file of {len(whole):,}"
+        cases.append((whole[:size], rf"found {size:,} {expected}"))
+    cases.append((whole.replace(b'"F32"', b'"X32"', 1), r"\S+: found dtype X32, expected one of BF16, F16, F32"))
+    for data, message in cases:
         path.write_bytes(data)
-        message = rf"model\.safetensors: found {len(data):,} bytes that cannot be read .*truncated or corrupt"
-        with pytest.raises(CheckpointError, match=message) as caught:
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: {message}") as caught:
             load_model(folder)
         assert "\n" not in str(caught.value)
 
@@ -523,16 +540,24 @@ def rename_all(arrays):
         (rename(D0, "backbone.layers.0.mixer.E"), r"mixer\.D missing, backbone\.layers\.0\.mixer\.E unknown"),
         (rename_all, r"and 17 more missing, .* and 17 more unknown"),
         (
-            rename("backbone.embeddings.weight", "backbone.embedding.weight"),
-            r"backbone\.embedding\.weight: found a name of the original layout, expected backbone",
+            rename("backbone.embeddings.weight", "embeddings.weight"),
+            r"embeddings\.weight missing, embeddings\.weight unk",
         ),
         (put(D0, np.ones(15, np.float32)), r"mixer\.D: found shape \(15,\), expected \(16,\)"),
         (put(D0, np.ones((16, 1), np.float32)), r"mixer\.D: found shape \(16, 1\), expected \(16,\)"),
-        (put(D0, np.ones(16, np.float16)), r"mixer\.D: found dtype F16, expected F32 \(float32\)"),
-        (put(D0, np.ones(16, np.float64)), r"mixer\.D: found dtype F64, expected F32"),
+        (put(D0, np.ones(16, np.float64)), r"mixer\.D: found dtype F64, expected F32, F16, BF16 \(float32, float16"),
+        (put(D0, np.ones(16, np.int32)), r"mixer\.D: found dtype I32, expected F32, F16, BF16"),
         (
             put(D0, np.array([1] * 15 + [np.nan], np.float32)),
             r"mixer\.D: found nan at \(15,\), expected finite",
+        ),
+        (put(D0, np.full(16, np.inf, np.float16)), r"mixer\.D: found inf at \(0,\), expected finite"),
+        (put(D0, np.full(16, -np.nan).astype(bfloat16)), r"mixer\.D: found nan at \(0,\), expected finite"),
+        (put(D0, np.full(16, 0x7F81, np.uint16).view(bfloat16)), r"mixer\.D: found nan at \(0,\), expected finite"),
+        (put(D0, np.full(16, 0x7C01, np.uint16).view(np.float16)), r"mixer\.D: found nan at \(0,\), expected finite"),
+        (
+            put("lm_head.weight", np.full((300, 8), 0x7F81, np.uint16).view(bfloat16)),
+            r"lm_head\.weight: found a head that differs",
         ),
     ],
 )
@@ -543,14 +568,93 @@ def test_wrong_tensors_are_named(folder, change, message):
     assert "\n" not in str(caught.value)
 
 
-def test_bfloat16_is_named(folder, tmp_path):
-    header = json.dumps({D0: {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
-    data = struct.pack("<Q", len(header)) + header + bytes(4)
-    (folder / "model.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"mixer\.D: found dtype BF16, expected F32"):
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), np.dtype(bfloat16)])
+@pytest.mark.parametrize("target", [np.float32, np.float64])
+def test_every_finite_half_is_read_exactly(tmp_path, dtype, target):
+    """All 65,536 bit patterns that are finite, subnormal numbers and both zeros included, read a block at a time."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    with np.errstate(invalid="ignore"):
+        values = values[np.isfinite(values)]
+    save_file({"w": values}, tmp_path / "x.safetensors")
+    entry = tensors.load_header(tmp_path / "x.safetensors")["w"]
+    read = tensors.read_tensor(tmp_path / "x.safetensors", entry, np.dtype(target))
+    bits = values.view(np.uint16).astype(np.uint32)
+    if dtype == bfloat16:
+        expected = (bits << 16).view(np.float32)
+    else:
+        sign, exponent, fraction = bits >> 15, bits >> 10 & 31, bits & 1023
+        size = np.where(exponent == 0, fraction / 1024 * 2.0**-14, (1 + fraction / 1024) * 2.0 ** (exponent - 15.0))
+        expected = np.where(sign == 1, -size, size)
+    assert read.dtype == target
+    assert read.tobytes() == expected.astype(target).tobytes()
+
+
+@pytest.mark.parametrize("block", [1, 7, 64])
+def test_blocks_do_not_change_what_is_read(folder, monkeypatch, block):
+    expected = load_model(folder)[1]
+    edit_weights(folder, put("lm_head.weight", expected["backbone.embeddings.weight"]))
+    monkeypatch.setattr(tensors, "BLOCK", block)
+    assert_same(load_model(folder)[1], expected)
+    edit_weights(folder, lambda arrays: arrays["lm_head.weight"].__setitem__((299, 7), 9.0))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: found a head that differs"):
         load_model(folder)
-    with pytest.raises(CheckpointError, match=r"mixer\.D: found dtype BF16, expected one of F32"):
-        load_tensors(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+def test_a_half_precision_folder_loads_as_float32(tmp_path, config, dtype):
+    params = parameters.init(config, seed=2)
+    save_model(tmp_path / "model", config, params)
+    halves = {name: array.astype(dtype) for name, array in params.items()}
+    save_file(halves, tmp_path / "model" / "model.safetensors")
+    assert_same(load_model(tmp_path / "model")[1], {name: half.astype(np.float32) for name, half in halves.items()})
+    wide = load_model(tmp_path / "model", np.float64)[1]
+    assert_same(wide, {name: half.astype(np.float64) for name, half in halves.items()})
+
+
+def test_dtypes_may_be_mixed(folder):
+    expected = load_model(folder)[1]
+    edit_weights(folder, put(D0, expected[D0].astype(np.float16)))
+    edit_weights(folder, put("backbone.norm_f.weight", expected["backbone.norm_f.weight"].astype(bfloat16)))
+    assert_same(load_model(folder)[1], expected)
+
+
+def test_bfloat16_is_saved_rounded_to_even(tmp_path):
+    params = parameters.init(TIED, seed=4)
+    params["backbone.norm_f.weight"][:4] = [1 + 2**-8, 1 + 3 * 2**-8, -(2.0**-140), 3.3895313892515355e38]
+    save_model(tmp_path / "model", TIED, params, dtype="bfloat16")
+    stored = load_tensors(tmp_path / "model" / "model.safetensors")
+    assert {array.dtype for array in stored.values()} == {np.dtype(bfloat16)}
+    read = load_model(tmp_path / "model")[1]
+    assert read["backbone.norm_f.weight"][:2].tolist() == [1, 1 + 2**-6]
+    for name, array in params.items():
+        bits = array.view(np.uint32).astype(np.uint64)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+        assert stored[name].tobytes() == rounded.tobytes()
+    save_model(tmp_path / "again", *load_model(tmp_path / "model"), dtype="bfloat16")
+    for file in (tmp_path / "again").iterdir():
+        assert file.read_bytes() == (tmp_path / "model" / file.name).read_bytes()
+
+
+def test_what_bfloat16_cannot_hold_is_refused(tmp_path):
+    params = parameters.init(TIED, seed=0) | {"backbone.norm_f.weight": np.full(8, 3.4e38, np.float32)}
+    save_model(tmp_path / "wide", TIED, params)
+    with pytest.raises(
+        CheckpointError, match=r"model/model\.safetensors: backbone\.norm_f\.weight: found inf at \(0,\)"
+    ):
+        save_model(tmp_path / "model", TIED, params, dtype="bfloat16")
+    with pytest.raises(
+        CheckpointError, match=r"model/model-00003-of-00003\.safetensors: backbone\.norm_f\.weight: fou"
+    ):
+        save_model(tmp_path / "model", TIED, params, max_shard_size=2000, dtype="bfloat16")
+    assert os.listdir(tmp_path) == ["wide"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "F32", None, np.float32])
+def test_other_dtypes_are_not_saved(tmp_path, dtype):
+    with pytest.raises(ValueError, match=r"dtype: expected one of float32, bfloat16, got "):
+        save_model(tmp_path / "model", TIED, parameters.init(TIED, seed=0), dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_config_decides_the_shapes(folder):
@@ -572,6 +676,21 @@ def test_an_explicit_head_in_a_tied_folder(folder):
         load_model(folder)
     edit_config(folder, tie_word_embeddings=False)
     assert load_model(folder)[1]["lm_head.weight"][3, 4] == 9.0
+
+
+def test_a_tied_folder_may_hold_the_head_alone(folder):
+    expected = load_model(folder)[1]
+    edit_weights(folder, rename("backbone.embeddings.weight", "lm_head.weight"))
+    assert_same(load_model(folder)[1], expected)
+    edit_config(folder, vocab_size=301)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: found shape \(300, 8\), expected \(301, 8\)"):
+        load_model(folder)
+
+
+def test_an_explicit_head_of_another_shape(folder):
+    edit_weights(folder, put("lm_head.weight", np.ones((8, 300), np.float32)))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: found shape \(8, 300\), expected \(300, 8\)"):
+        load_model(folder)
 
 
 def test_an_untied_folder_needs_its_head(folder):

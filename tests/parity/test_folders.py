@@ -159,18 +159,10 @@ def test_a_folder_as_published_loads(tmp_path, ops32, random_parameters, random_
     np.testing.assert_array_equal(their_logits(again, batch.ids), their_logits(model, batch.ids))
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "BF16"), (torch.float16, "F16"), (torch.float64, "F64")])
-def test_other_dtypes_are_named(tmp_path, dtype, name):
-    model = transformers.MambaForCausalLM(transformers.MambaConfig(**TIED.model_dump())).to(dtype)
+def test_other_dtypes_are_named(tmp_path):
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**TIED.model_dump())).to(torch.float64)
     model.save_pretrained(tmp_path / "model")
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: backbone.*: found dtype {name}, expected F32"):
-        load_model(tmp_path / "model")
-
-
-def test_shards_are_named(tmp_path):
-    model = transformers.MambaForCausalLM(transformers.MambaConfig(**TIED.model_dump()))
-    model.save_pretrained(tmp_path / "model", max_shard_size="10KB")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: found weights in several files"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: backbone.*: found dtype F64, expected F32"):
         load_model(tmp_path / "model")
 
 
