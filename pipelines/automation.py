@@ -71,10 +71,18 @@ def run_config(path: str | None) -> dict[str, Any]:
             config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
             raise ValueError(f"{RUN_CONFIG}={path}: expected a YAML file, got {error}") from None
-        if not isinstance(config, dict):
-            raise ValueError(f"{RUN_CONFIG}={path}: expected a run configuration, got {type(config).__name__}")
-    config.setdefault("ops", {}).setdefault("tokenizer", {}).setdefault("config", {})["retrain"] = False
+    level = config = _mapping(path, "run configuration", config)
+    for name in ("ops", "tokenizer", "config"):
+        level[name] = level = _mapping(path, name, level.get(name))
+    level["retrain"] = False
     return config
+
+
+def _mapping(path: str | None, name: str, value: Any) -> dict[str, Any]:
+    """Return a copy of a mapping, empty for None."""
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{RUN_CONFIG}={path}: expected a mapping as {name}, got {type(value).__name__}")
+    return dict(value or {})
 
 
 retrain = retraining(os.environ)

@@ -2,10 +2,10 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from pipelines.io import newest
 from pipelines.resources import ROOT_VARIABLE
 
 CONFIG = Path("configs/demo.yaml")
-ROOT = Path("build/demo")
+BUILD = Path("build")
 RESULT = Path("build/demo.json")
 QUIET = "ignore:Function `job_execute_command` is superseded"
 """Every `dagster job execute` warns that another program may replace it."""
@@ -30,21 +30,21 @@ ERRORS = (
 
 
 def main() -> int:
-    """Run the job under a fresh root, print a table and write it to build/demo.json; return the exit status."""
-    shutil.rmtree(ROOT, ignore_errors=True)
-    RESULT.unlink(missing_ok=True)
+    """Run the job in a new folder, print a table and write it to build/demo.json; return the exit status."""
+    BUILD.mkdir(exist_ok=True)
+    root = Path(tempfile.mkdtemp(prefix=time.strftime("demo-%Y%m%d-%H%M%S-"), dir=BUILD))
     began = time.monotonic()
-    status, output = execute("train", CONFIG, ROOT)
+    status, output = execute("train", CONFIG, root)
     seconds = round(time.monotonic() - began, 1)
     if status:
         print(error_message(output), flush=True)
         return status
-    found = newest(ROOT.absolute(), "perplexity").facts
+    found = newest(root.absolute(), "perplexity").facts
     write_json(RESULT, {name: found[name] for name in MODELS} | {"seconds": seconds})
     print(f"\nPerplexity on {found['tokens']:,} validation tokens, after {seconds:.0f} s:\n")
     for name in MODELS:
         print(f"  {name:8} {found[name]:10.2f}")
-    print(f"\nWeights: {newest(ROOT.absolute(), 'trained_weights').path}\nThe same as JSON: {RESULT}")
+    print(f"\nWeights: {newest(root.absolute(), 'trained_weights').path}\nThe same as JSON: {RESULT}")
     return 0
 
 

@@ -45,6 +45,11 @@ def test_gradients_agree_with_central_differences(name, checkpointing):
         assert result.holds, result
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_shown_check_holds_for_any_seed(seed, capsys):
+    assert gradcheck.main(["model", "--seed", str(seed)]) == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_activation_checkpointing_is_bit_identical(name, dtype):
@@ -95,10 +100,7 @@ def test_case_18_short_documents_and_block_edges(lengths):
     rng = np.random.default_rng(0)
     documents = [batch_of(rng.integers(0, 11, n), rng.integers(0, 11, n), np.arange(n)) for n in lengths]
     packed = Batch(
-        *(
-            np.concatenate([getattr(d, field) for d in documents], axis=1)
-            for field in ("ids", "targets", "positions")
-        )
+        *(np.concatenate([getattr(d, field) for d in documents], axis=1) for field in ("ids", "targets", "positions"))
     )
     one, many = gradients_of(ops, params, config, [packed]), gradients_of(ops, params, config, documents)
     assert one[0] == pytest.approx(many[0], rel=1e-12)

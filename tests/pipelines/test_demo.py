@@ -26,20 +26,20 @@ def small(tmp_path, monkeypatch):
 
 
 def test_it_prints_a_table_and_writes_the_same_as_json(small, tmp_path, capfd):
-    (tmp_path / "build/demo").mkdir(parents=True)
-    (tmp_path / "build/demo/stale").touch()
+    (tmp_path / "build/demo-before").mkdir(parents=True)
+    (tmp_path / "build/demo-before/kept").touch()
     assert demo.main() == 0
     result = json.loads((tmp_path / "build/demo.json").read_text())
     assert result.keys() == {"uniform", "unigram", "bigram", "before", "after", "seconds"}
     assert result["uniform"] == 300
     assert 1 < result["bigram"] < result["unigram"]
     assert result["after"] < result["before"]
-    assert 0 < result["seconds"] < 60
+    assert result["seconds"] > 0
     printed = capfd.readouterr().out
     assert f"after    {result['after']:10.2f}" in printed
     assert "tokens/s" in printed
     assert "Warning" not in printed
-    assert not (tmp_path / "build/demo/stale").exists()
+    assert (tmp_path / "build/demo-before/kept").exists()
 
 
 def test_a_failure_s_message_is_the_last_line(small, tmp_path, capfd):
@@ -50,7 +50,7 @@ def test_a_failure_s_message_is_the_last_line(small, tmp_path, capfd):
     last = capfd.readouterr().out.rstrip().splitlines()[-1]
     assert last.startswith("check better_than_baseline of perplexity failed: found perplexity ")
     assert last.endswith("expected below 1.5")
-    assert not (tmp_path / "build/demo.json").exists()
+    assert (tmp_path / "build/demo.json").read_text() == "{}"
 
 
 def test_a_missing_file_is_named_in_the_last_line(small, tmp_path, capfd):

@@ -6,7 +6,7 @@ import dagster as dg
 import pytest
 
 from pipelines import definitions
-from pipelines.automation import retraining
+from pipelines.automation import retraining, run_config
 
 from .running import materialized, run, versions
 
@@ -58,7 +58,10 @@ def test_ticks_train_on_what_is_there_and_keep_the_tokenizer(config, texts, tmp_
     assert versions(after)["trained_weights"] != versions(before)["trained_weights"]
 
 
-@pytest.mark.parametrize(("content", "came"), [(None, "No such file"), ("- 1\n- 2\n", "list"), ("a: [", "expected")])
+@pytest.mark.parametrize(
+    ("content", "came"),
+    [(None, "No such file"), ("- 1\n- 2\n", "list"), ("a: [", "expected"), ("ops: [1]", "as ops, got list")],
+)
 def test_a_tick_names_a_bad_file(tmp_path, instance, content, came):
     file = tmp_path / "retrain.yaml"
     if content is not None:
@@ -67,3 +70,9 @@ def test_a_tick_names_a_bad_file(tmp_path, instance, content, came):
         tick(retraining({"MAMBA_RETRAIN_CONFIG": str(file)}), instance)
     assert f"MAMBA_RETRAIN_CONFIG={file}: expected a " in str(failed.value.__cause__)
     assert came in str(failed.value.__cause__)
+
+
+def test_emptied_blocks_of_the_file_are_defaults(tmp_path):
+    file = tmp_path / "retrain.yaml"
+    file.write_text("ops:\n  tokenizer:\n")
+    assert run_config(str(file)) == {"ops": {"tokenizer": {"config": {"retrain": False}}}}
