@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from mamba_ops.streams import open_stream, read
+from mamba_ops.ops import IGNORED
+from mamba_ops.streams import Part, open_stream, read
 
 CHUNK = 1 << 20
 
@@ -27,18 +28,18 @@ class Counts(NamedTuple):
 
 
 def count(ids: np.ndarray, documents: pd.DataFrame, vocab_size: int, chunk: int = CHUNK) -> Counts:
-    """Count the targets and the adjacent (input, target) pairs of the documents, chunk of them at a time.
+    """Count the targets that carry loss, and the (input, target) pairs of those, chunk of them at a time.
 
-    ids may be memory-mapped; documents has the columns offset and tokens. Memory is that of the distinct
-    pairs and of one chunk. Raises ValueError on an id that is not below vocab_size.
+    ids may be memory-mapped; documents has the columns offset and tokens, and masked if some carry none. Memory is
+    that of the distinct pairs and of one chunk. Raises ValueError on an id that is not below vocab_size.
     """
     stream = open_stream(ids, documents)
     unigram = np.zeros(vocab_size, np.int64)
     sorted_runs: list[tuple[np.ndarray, np.ndarray]] = []
     for begin in range(0, stream.size, chunk):
-        part = read(ids, stream, begin, begin + chunk, vocab_size)
-        unigram += np.bincount(part.targets, minlength=vocab_size)
-        sorted_runs.append(np.unique(part.inputs * vocab_size + part.targets, return_counts=True))
+        inputs, targets = _learned(read(ids, stream, begin, begin + chunk, vocab_size))
+        unigram += np.bincount(targets, minlength=vocab_size)
+        sorted_runs.append(np.unique(inputs * vocab_size + targets, return_counts=True))
         while len(sorted_runs) > 1 and len(sorted_runs[-2][0]) <= 2 * len(sorted_runs[-1][0]):
             sorted_runs.append(_merge(sorted_runs.pop(), sorted_runs.pop()))
     while len(sorted_runs) > 1:
@@ -73,30 +74,36 @@ def bigram_probability(counts: Counts, h: np.ndarray, w: np.ndarray) -> np.ndarr
 def baselines(
     ids: np.ndarray, training: pd.DataFrame, validation: pd.DataFrame, vocab_size: int, chunk: int = CHUNK
 ) -> dict[str, float]:
-    """Return the perplexities "uniform", "unigram" and "bigram" of the validation documents' targets.
+    """Return the perplexities "uniform", "unigram" and "bigram" of the validation documents' targets with loss.
 
-    training, validation: tables of documents with the columns offset (index in ids of the first own token)
-    and tokens. Raises ValueError when validation has no document, or an id is not below vocab_size.
+    training, validation: tables of documents with the columns offset (index in ids of the first own token),
+    tokens and, where not all is learned, masked. Raises ValueError when validation has no document, or an id is
+    not below vocab_size.
     """
     counts = count(ids, training, vocab_size, chunk)
     stream = open_stream(ids, validation)
     if not stream.size:
         raise ValueError("no target tokens to evaluate in 0 validation documents")
-    unigram, bigram = 0.0, 0.0
+    unigram, bigram, tokens = 0.0, 0.0, 0
     for begin in range(0, stream.size, chunk):
-        part = read(ids, stream, begin, begin + chunk, vocab_size)
-        unigram -= float(np.log(unigram_probability(counts, part.targets)).sum())
-        bigram -= float(np.log(bigram_probability(counts, part.inputs, part.targets)).sum())
+        inputs, targets = _learned(read(ids, stream, begin, begin + chunk, vocab_size))
+        unigram -= float(np.log(unigram_probability(counts, targets)).sum())
+        bigram -= float(np.log(bigram_probability(counts, inputs, targets)).sum())
+        tokens += targets.size
     return {
         "uniform": float(vocab_size),
-        "unigram": math.exp(unigram / stream.size),
-        "bigram": math.exp(bigram / stream.size),
+        "unigram": math.exp(unigram / tokens),
+        "bigram": math.exp(bigram / tokens),
     }
 
 
-def _merge(
-    left: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
+def _learned(part: Part) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs and targets of a part where the target carries loss."""
+    learned = part.targets != IGNORED
+    return part.inputs[learned], part.targets[learned]
+
+
+def _merge(left: tuple[np.ndarray, np.ndarray], right: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Add up two runs of sorted distinct keys with counts."""
     keys = np.concatenate([left[0], right[0]])
     order = np.argsort(keys, kind="stable")

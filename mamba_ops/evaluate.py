@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from mamba_ops.config import EvaluateConfig, MambaConfig
+from mamba_ops.loss_mask import masked_tokens
 from mamba_ops.model import empty_state, losses
 from mamba_ops.ops import IGNORED, Batch, Ops, Parameters
 from mamba_ops.streams import Stream, open_stream, read
@@ -18,8 +19,8 @@ from mamba_ops.streams import Stream, open_stream, read
 class Evaluation:
     """Summed negative log-likelihood of documents, and what follows from it.
 
-    document_nll: (documents,) float64, in nats. document_tokens: (documents,) int64, target tokens.
-    bytes: of the documents' UTF-8 text. Raises ValueError without target tokens.
+    document_nll: (documents,) float64, in nats. document_tokens: (documents,) int64, targets that carry loss.
+    bytes: of the UTF-8 text of those. Raises ValueError without target tokens.
     """
 
     document_nll: np.ndarray
@@ -36,7 +37,7 @@ class Evaluation:
 
     @property
     def tokens(self) -> int:
-        """Target tokens: those of the documents and one end-of-text token each."""
+        """Targets that carry loss: those of the documents and one end-of-text token each."""
         return int(self.document_tokens.sum())
 
     @property
@@ -64,13 +65,15 @@ def perplexity(
     """Evaluate the documents, `evaluate.window` tokens of up to `evaluate.batch_size` of them at once.
 
     ids: all tokens, may be memory-mapped. documents: a table with the columns offset (index in ids of the
-    first own token), tokens and bytes. A document is read from the end-of-text token that opens it, and its
-    targets are its own tokens and the next end-of-text token. Memory does not grow with their lengths.
+    first own token), tokens and bytes; and, where not all is learned, masked and learned_bytes. A document is read
+    from the end-of-text token that opens it, and its targets are its own tokens that are not masked and the next
+    end-of-text token. Memory does not grow with their lengths.
     Raises ValueError on no documents, on one outside ids, and on an id outside the embedding.
     """
-    tokens = documents["tokens"].to_numpy(np.int64) + 1
+    inputs = documents["tokens"].to_numpy(np.int64) + 1
+    tokens = inputs - masked_tokens(documents)
     _require_targets(tokens)
-    lanes = [open_stream(ids, documents, chosen) for chosen in _spread(tokens, evaluate.batch_size)]
+    lanes = [open_stream(ids, documents, chosen) for chosen in _spread(inputs, evaluate.batch_size)]
     longest = max(lane.size for lane in lanes)
     window = -(-longest // -(-longest // evaluate.window))
     state = empty_state(ops, config, len(lanes))
@@ -81,7 +84,8 @@ def perplexity(
             token_losses = ops.read(losses(ops, params, config, ops.rows(batch), state))
         counted = batch.targets.ravel() != IGNORED
         np.add.at(nll, numbers.ravel()[counted], token_losses[counted])
-    return Evaluation(nll, tokens, int(documents["bytes"].sum()))
+    learned = "learned_bytes" if "learned_bytes" in documents else "bytes"
+    return Evaluation(nll, tokens, int(documents[learned].sum()))
 
 
 def combine(parts: Sequence[Evaluation]) -> Evaluation:
@@ -113,9 +117,7 @@ def _spread(lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
     return [np.array(lane) for lane in lanes]
 
 
-def _window(
-    ids: np.ndarray, lanes: list[Stream], begin: int, window: int, vocab_size: int
-) -> tuple[Batch, np.ndarray]:
+def _window(ids: np.ndarray, lanes: list[Stream], begin: int, window: int, vocab_size: int) -> tuple[Batch, np.ndarray]:
     """Return a window of every lane, ignored past its end, and its tokens' documents: (lanes, window)."""
     shape = len(lanes), window
     inputs, numbers = np.zeros(shape, np.int64), np.zeros(shape, np.int64)

@@ -5,7 +5,29 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl")
+SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+
+
+def kind(name: str) -> tuple[str, str | None]:
+    """Return a file name's suffix in lower case and its compression: (".jsonl", "gzip") for a.jsonl.gz."""
+    stem, suffix = os.path.splitext(os.path.basename(name).lower())
+    compression = COMPRESSIONS.get(suffix)
+    return (os.path.splitext(stem)[1] if compression else suffix), compression
+
+
+def is_corpus_name(name: str) -> bool:
+    """Whether a file is read when its folder is given."""
+    suffix, compression = kind(name)
+    return suffix in SUFFIXES and not (suffix == ".parquet" and compression)
+
+
+def no_files(entry: str, ignored: int) -> ValueError:
+    """Return the error of a folder without a file to read."""
+    return ValueError(
+        f"corpus folder {entry!r}: 0 files ending in {', '.join(SUFFIXES)}, expected at least 1 "
+        f"({ignored} others); name other kinds by a glob"
+    )
 
 
 def shown(path: Path) -> str:
@@ -26,10 +48,7 @@ def find_files(entry: str) -> tuple[list[Path], int]:
     if path.is_dir():
         files, ignored = _folder(path)
         if not files:
-            raise ValueError(
-                f"corpus folder {entry!r}: 0 files ending in {', '.join(SUFFIXES)}, expected at least 1 "
-                f"({ignored} others); name other kinds by a glob"
-            )
+            raise no_files(entry, ignored)
         return files, ignored
     if path.exists():
         raise ValueError(f"corpus path {entry!r} is a device, pipe or socket, expected a file or a folder")
@@ -49,7 +68,7 @@ def _folder(folder: Path) -> tuple[list[Path], int]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         ignored += sum(Path(root, name).is_symlink() for name in folders)
         for path in (Path(root, name) for name in names if not name.startswith(".")):
-            if path.suffix.lower() in SUFFIXES and path.is_file():
+            if is_corpus_name(path.name) and path.is_file():
                 files.append(path)
             else:
                 ignored += 1

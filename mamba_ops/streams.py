@@ -5,6 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from mamba_ops.loss_mask import is_learned, masked_runs
+from mamba_ops.ops import IGNORED
 from mamba_ops.tokenizer import check_ids
 
 
@@ -12,23 +14,25 @@ class Stream(NamedTuple):
     """Documents laid end to end; document i gives tokens_i + 1 inputs, each with the next id as its target.
 
     first: (documents,) index in ids of the end-of-text token that opens each. ends: (documents,) inputs up to
-    the end of each. numbers: (documents,) what the caller calls each.
+    the end of each. numbers: (documents,) what the caller calls each. masked: (runs, 2) ids that carry no loss.
     """
 
     first: np.ndarray
     ends: np.ndarray
     numbers: np.ndarray
+    masked: np.ndarray
 
     @property
     def size(self) -> int:
-        """Inputs of the stream, which are as many as its targets."""
+        """Inputs of the stream, which are as many as its targets, those without loss included."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
 
 class Part(NamedTuple):
     """Consecutive inputs of a stream: four arrays of one length, int64.
 
-    positions: inputs of the same document before this one. numbers: the document's.
+    targets: `IGNORED` where they carry no loss. positions: inputs of the same document before this one. numbers:
+    the document's.
     """
 
     inputs: np.ndarray
@@ -38,10 +42,12 @@ class Part(NamedTuple):
 
 
 def open_stream(ids: np.ndarray, documents: pd.DataFrame, chosen: np.ndarray | None = None) -> Stream:
-    """Return the stream of the documents (columns offset, tokens), or of the chosen rows of that table.
+    """Return the stream of the documents (columns offset, tokens, masked), or of the chosen rows of that table.
+
+    masked may be missing: begin and end of each run of the document's own tokens that carry no loss.
 
     offset: index in ids of a document's first own token, which the token opening it precedes and the one
-    opening its successor follows. Raises ValueError where that is not inside ids.
+    opening its successor follows. Raises ValueError where that is not inside ids, and where runs overlap.
     """
     offset = documents["offset"].to_numpy(np.int64)
     tokens = documents["tokens"].to_numpy(np.int64)
@@ -53,7 +59,7 @@ def open_stream(ids: np.ndarray, documents: pd.DataFrame, chosen: np.ndarray | N
             f"expected 1 <= offset and offset + tokens < {len(ids)}, the number of ids"
         )
     numbers = np.arange(len(offset)) if chosen is None else chosen
-    return Stream(offset[numbers] - 1, np.cumsum(tokens[numbers] + 1), numbers)
+    return Stream(offset[numbers] - 1, np.cumsum(tokens[numbers] + 1), numbers, masked_runs(documents))
 
 
 def read(ids: np.ndarray, stream: Stream, begin: int, end: int, vocab_size: int) -> Part:
@@ -68,4 +74,5 @@ def read(ids: np.ndarray, stream: Stream, begin: int, end: int, vocab_size: int)
     inputs, targets = ids[index].astype(np.int64), ids[index + 1].astype(np.int64)
     check_ids(inputs, vocab_size)
     check_ids(targets, vocab_size)
-    return Part(inputs, targets, positions, stream.numbers[document])
+    learned = is_learned(stream.masked, index + 1)
+    return Part(inputs, np.where(learned, targets, IGNORED), positions, stream.numbers[document])

@@ -7,26 +7,23 @@ token is encoded like any other text. End-of-text ids come from this library onl
 import itertools
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from operator import itemgetter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mamba_ops.config import TokenizerConfig
 from mamba_ops.corpus import MANIFEST, Manifest
+from mamba_ops.encoding import cut, encode_slices
 from mamba_ops.fingerprint import atomic_directory, digest, write_json
 
 TOKENIZER = "tokenizer.json"
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
+TEMPLATE = "chat_template.jinja"
 PARTS = ("normalizer", "pre_tokenizer", "model", "decoder", "added_tokens")
-PIECE_CHARACTERS = 1 << 16
-BATCH_CHARACTERS = 1 << 20
-_CUT = re.compile("[^\\s\u180e](?=[ \n])")
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
@@ -70,9 +67,7 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> Tokenizer:
     or short texts give fewer than `vocab_size` tokens. The same texts give the same tokenizer.
     Raises ValueError without texts.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _byte_level_bpe()
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
         min_frequency=2,
@@ -83,9 +78,16 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> Tokenizer:
     first = next(iterator := iter(texts), None)
     if first is None:
         raise ValueError("tokenizer training: got 0 texts, expected at least 1")
-    pieces = (piece for text in itertools.chain([first], iterator) for piece in _pieces(text, PIECE_CHARACTERS))
-    tokenizer.train_from_iterator(pieces, trainer)
+    pieces = cut(_byte_level_bpe(), ((None, [text]) for text in itertools.chain([first], iterator)))
+    tokenizer.train_from_iterator((piece.text for piece in pieces), trainer)
     return _plain(tokenizer)
+
+
+def _byte_level_bpe() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -122,11 +124,12 @@ def tokenizer_fingerprint(path: str | Path) -> str:
     """Return the digest of what turns plain text into ids and back in a tokenizer.json: its layout, padding,
     truncation and post-processor do not count.
     """
-    content = _read_object(tokenizer_file(path))
+    content = read_object(tokenizer_file(path))
     return digest({part: content.get(part) for part in PARTS})
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raises ValueError when there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -162,11 +165,16 @@ def end_of_text_token(tokenizer: Tokenizer, token: str, path: str | Path | None 
 def _declared(folder: Path) -> str | None:
     for name in BESIDE:
         if (folder / name).is_file():
-            token = _read_object(folder / name).get("eos_token")
-            content = token.get("content") if isinstance(token, dict) else token
-            if isinstance(content, str):
+            content = token_text(read_object(folder / name).get("eos_token"))
+            if content is not None:
                 return content
     return None
+
+
+def token_text(declared: Any) -> str | None:
+    """Return the text of a token as tokenizer_config.json declares it, None for anything else."""
+    content = declared.get("content") if isinstance(declared, dict) else declared
+    return content if isinstance(content, str) else None
 
 
 def end_of_text_id(tokenizer: Tokenizer, token: str, path: str | Path | None = None) -> int:
@@ -179,10 +187,11 @@ def embedding_rows(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def check_ids(ids: np.ndarray, rows: int, tokenizer: Tokenizer | None = None, first: int = 0) -> None:
+def check_ids(ids: np.ndarray, rows: int, tokenizer: Tokenizer | None = None, first: int = 0, source: str = "") -> None:
     """Raise ValueError, naming the first id outside 0 .. rows - 1, its index, its text and both sizes.
 
     ids: integers of any shape. rows: of the embedding. first: the index of ids[0] in what it was taken from.
+    source: what that is.
     """
     if not ids.size or (int(ids.max()) < rows and int(ids.min()) >= 0):
         return
@@ -195,62 +204,20 @@ def check_ids(ids: np.ndarray, rows: int, tokenizer: Tokenizer | None = None, fi
         token = tokenizer.id_to_token(bad) if 0 <= bad < 2**32 else None
         text = f" ({token!r})" if token is not None else " (no token)"
         size = f", the tokenizer {tokenizer.get_vocab_size(with_added_tokens=True)} tokens with added ones"
-    raise ValueError(f"id {bad}{text} at index {where}: expected 0 to {rows - 1}, the embedding has {rows} rows{size}")
+    of_source = f"{source}: " if source else ""
+    raise ValueError(
+        f"{of_source}id {bad}{text} at index {where}: expected 0 to {rows - 1}, the embedding has {rows} rows{size}"
+    )
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
     """Yield the ids of each text. ids: (tokens,) uint32, without end-of-text.
 
-    Texts go through in batches of about `BATCH_CHARACTERS`. A long text is cut where the cut changes no id;
-    with a tokenizer that has no such places it is encoded whole, for about 150 bytes of memory per byte.
+    Texts go through as `encoding` says. Raises ValueError for a text too long to encode whole and to cut.
     """
-    limit = PIECE_CHARACTERS if _cuts_are_exact(tokenizer) else None
-    pieces = ((index, piece) for index, text in enumerate(texts) for piece in _pieces(text, limit))
-    encoded = (
-        (index, np.array(encoding.ids, np.uint32))
-        for batch in _batches(pieces, lambda item: len(item[1]))
-        for (index, _), encoding in zip(
-            batch, tokenizer.encode_batch_fast([p for _, p in batch], add_special_tokens=False), strict=True
-        )
-    )
-    for _, parts in itertools.groupby(encoded, key=itemgetter(0)):
+    slices = cut(tokenizer, ((index, [text]) for index, text in enumerate(texts)))
+    for _, parts in itertools.groupby(encode_slices(tokenizer, slices), key=lambda found: found[0].key):
         yield np.concatenate([ids for _, ids in parts])
-
-
-def _pieces(text: str, limit: int | None) -> Iterator[str]:
-    """Cut before a space or newline that follows other text: words of the byte-level pattern end there."""
-    start = 0
-    while limit and (cut := _CUT.search(text, start + limit)):
-        yield text[start : cut.end()]
-        start = cut.end()
-    yield text[start:]
-
-
-def _cuts_are_exact(tokenizer: Tokenizer) -> bool:
-    """Whether words are split by the byte-level pattern and no added token reaches across a cut."""
-    words = tokenizer.pre_tokenizer
-    if not isinstance(tokenizer.normalizer, normalizers.NFC | None) or not isinstance(words, pre_tokenizers.ByteLevel):
-        return False
-    if words.add_prefix_space or not words.use_regex:
-        return False
-    ordinary = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
-    return not any(token.lstrip or token.rstrip or re.search(r"\S\s", token.content) for token in ordinary)
-
-
-Item = TypeVar("Item")
-
-
-def _batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    batch: list[Item] = []
-    total = 0
-    for item in items:
-        batch.append(item)
-        total += size(item)
-        if total >= BATCH_CHARACTERS:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], directory: str | Path) -> TokenizerManifest:
@@ -269,7 +236,7 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], directory: st
             end = end_of_text_token(tokenizer, config.end_of_text, config.path)
             file = tokenizer_file(config.path)
             shutil.copyfile(file, folder / TOKENIZER)
-            for name in BESIDE:
+            for name in (*BESIDE, TEMPLATE):
                 if (file.parent / name).is_file():
                     shutil.copyfile(file.parent / name, folder / name)
         if not (folder / BESIDE[0]).is_file():

@@ -1,8 +1,4 @@
-"""Token ids in one memory-mapped file, and the rows and batches that are index tables into it.
-
-A document is E + tokens + E, E being the end-of-text id, and one E lies between neighbours. The stream of a
-split is E d1 E d2 E ... dn E; ids.bin (uint32, little-endian) holds the training stream, then the validation
-stream. Every token but a stream's first is a target.
+"""Rows and batches: index tables into token ids.
 
 A row is `start` and `length`: its inputs are ids[start : start + length], its targets lie one to the right. A
 stream is cut into rows of `seq_len`, only the last being short, so each target lies in one row of an epoch.
@@ -13,147 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict
 
 from mamba_ops.config import BatchesConfig
-from mamba_ops.corpus import (
-    DOCUMENTS,
-    MANIFEST,
-    SPLITS,
-    CorpusManifest,
-    Manifest,
-    Split,
-    read_manifest,
-    read_table,
-)
-from mamba_ops.fingerprint import atomic_directory, digest, file_digest, write_json
+from mamba_ops.corpus import MANIFEST, Manifest, read_manifest
+from mamba_ops.fingerprint import atomic_directory, digest, write_json
+from mamba_ops.loss_mask import NONE, is_learned, masked_before
 from mamba_ops.ops import IGNORED, Batch
-from mamba_ops.tokenizer import TokenizerManifest, check_ids, encode_texts, load_tokenizer
+from mamba_ops.tokenized import DTYPE, TokenizedManifest, open_masked
+from mamba_ops.tokenizer import check_ids
 
-IDS = "ids.bin"
 ROWS = "rows.parquet"
-DTYPE = np.dtype("<u4")
-
-
-class Stream(BaseModel):
-    """One split's part of ids.bin, ids[begin:end]. tokens: without ends of text. bytes: of the texts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    begin: int
-    end: int
-    documents: int
-    tokens: int
-    bytes: int
-
-    @property
-    def targets(self) -> int:
-        """Tokens that are predicted: the documents' own and one end of text per document."""
-        return self.end - self.begin - 1
-
-
-class TokenizedManifest(Manifest):
-    """What an encoded corpus holds.
-
-    corpus, tokenizer: their fingerprints. vocab_size: embedding rows that the tokenizer's ids need. max_id:
-    the largest in the file. without_tokens: documents left out because the tokenizer makes nothing of them.
-    """
-
-    corpus: str
-    tokenizer: str
-    vocab_size: int
-    end_of_text_id: int
-    max_id: int
-    without_tokens: int
-    ids_sha256: str
-    streams: dict[Split, Stream]
-
-
-def encode_corpus(
-    corpus: str | Path, tokenizer: str | Path, directory: str | Path, rows: int | None = None
-) -> TokenizedManifest:
-    """Write ids.bin, documents.parquet and manifest.json into a new folder.
-
-    corpus, tokenizer: folders that `build_corpus` and `build_tokenizer` wrote. rows: of the embedding that
-    the ids are for, the tokenizer's for None. The table has id, source, split, offset, tokens, bytes; offset
-    is the index in ids.bin of the document's first own token. Memory: a row group of the corpus and the table.
-    Raises FileExistsError when `directory` exists; ValueError for an id past the embedding and for a split
-    without tokens.
-    """
-    source, coder = read_manifest(CorpusManifest, corpus), read_manifest(TokenizerManifest, tokenizer)
-    with atomic_directory(directory) as folder:
-        table = _write_ids(corpus, tokenizer, folder / IDS, coder, coder.vocab_size if rows is None else rows)
-        whole = table[table["tokens"] > 0]
-        whole.to_parquet(folder / DOCUMENTS, index=False)
-        ids_sha256 = file_digest(folder / IDS)
-        manifest = TokenizedManifest(
-            fingerprint=digest([source.fingerprint, coder.fingerprint, coder.end_of_text_id, ids_sha256]),
-            corpus=source.fingerprint,
-            tokenizer=coder.fingerprint,
-            vocab_size=coder.vocab_size,
-            end_of_text_id=coder.end_of_text_id,
-            max_id=int(np.memmap(folder / IDS, DTYPE, mode="r").max()),
-            without_tokens=len(table) - len(whole),
-            ids_sha256=ids_sha256,
-            streams={split: _stream(whole[whole["split"] == split], split, corpus) for split in SPLITS},
-        )
-        write_json(folder / MANIFEST, manifest.model_dump())
-    return manifest
-
-
-def _write_ids(corpus: str | Path, folder: str | Path, path: Path, coder: TokenizerManifest, rows: int) -> pd.DataFrame:
-    """Write both streams and return the table of all documents, those without tokens included."""
-    tokenizer = load_tokenizer(folder)
-    check_ids(np.array([coder.end_of_text_id]), rows, tokenizer)
-    end = np.array([coder.end_of_text_id], DTYPE).tobytes()
-    table: list[tuple[str, str, str, int, int, int]] = []
-    with open(path, "wb") as file:
-        for split in SPLITS:
-            file.write(end)
-            for group in read_table(corpus, split, ["id", "source", "text", "bytes"]):
-                columns = zip(group["id"], group["source"], group["bytes"], strict=True)
-                encoded = encode_texts(tokenizer, group["text"])
-                for (name, source, size), ids in zip(columns, encoded, strict=True):
-                    check_ids(ids, rows, tokenizer)
-                    table.append((name, source, split, file.tell() // DTYPE.itemsize, ids.size, size))
-                    if ids.size:
-                        file.write(ids.astype(DTYPE).tobytes() + end)
-    return pd.DataFrame(table, columns=["id", "source", "split", "offset", "tokens", "bytes"])
-
-
-def _stream(documents: pd.DataFrame, split: Split, corpus: str | Path) -> Stream:
-    if documents.empty:
-        raise ValueError(f"{corpus}: the documents of {split} have 0 tokens, expected at least 1")
-    last = documents.iloc[-1]
-    return Stream(
-        begin=int(documents["offset"].iloc[0]) - 1,
-        end=int(last["offset"] + last["tokens"]) + 1,
-        documents=len(documents),
-        tokens=int(documents["tokens"].sum()),
-        bytes=int(documents["bytes"].sum()),
-    )
-
-
-def open_ids(directory: str | Path) -> np.memmap:
-    """Return the ids that `encode_corpus` wrote, mapped for reading. ids: (tokens of both streams,) uint32.
-
-    Raises ValueError when the file's length or largest id is not what the manifest says.
-    """
-    manifest = read_manifest(TokenizedManifest, directory)
-    path = Path(directory) / IDS
-    expected = max(stream.end for stream in manifest.streams.values()) * DTYPE.itemsize
-    if path.stat().st_size != expected:
-        raise ValueError(f"{path}: expected {expected} bytes as its manifest says, got {path.stat().st_size}")
-    ids = np.memmap(path, DTYPE, mode="r")
-    if int(ids.max()) != manifest.max_id:
-        raise ValueError(f"{path}: expected {manifest.max_id} as the largest id, got {int(ids.max())}")
-    return ids
-
-
-def document_starts(directory: str | Path) -> np.ndarray:
-    """Return the ascending indices in ids.bin of the end-of-texts that open the documents, int64."""
-    offsets = pd.read_parquet(Path(directory) / DOCUMENTS, columns=["offset"])["offset"]
-    return offsets.to_numpy(np.int64) - 1
 
 
 def ids_array(ids: Sequence[int] | np.ndarray, rows: int | None = None) -> np.ndarray:
@@ -177,7 +42,11 @@ def ids_array(ids: Sequence[int] | np.ndarray, rows: int | None = None) -> np.nd
 
 
 class BatchesManifest(Manifest):
-    """How a training stream is cut. tokenized: its fingerprint. target_tokens: of an epoch, dropping none."""
+    """How a training stream is cut.
+
+    tokenized: its fingerprint. target_tokens: that carry loss in an epoch, dropping none. without_targets: rows
+    left out because none of their targets carries loss.
+    """
 
     tokenized: str
     seq_len: int
@@ -186,6 +55,7 @@ class BatchesManifest(Manifest):
     rows: int
     batches: int
     target_tokens: int
+    without_targets: int = 0
 
 
 def make_rows(begin: int, end: int, seq_len: int) -> pd.DataFrame:
@@ -226,14 +96,26 @@ def epoch_batches(rows: int, batch_size: int, seed: int, epoch: int) -> Iterator
         yield order[first : first + batch_size]
 
 
+def learned_targets(rows: pd.DataFrame, masked: np.ndarray) -> np.ndarray:
+    """Return how many targets of each row carry loss: (rows,) int64. masked: as in `loss_mask`."""
+    first = rows["start"].to_numpy() + 1
+    length = rows["length"].to_numpy()
+    return length - (masked_before(masked, first + length) - masked_before(masked, first))
+
+
 def load_batch(
-    ids: np.ndarray, document_starts: np.ndarray, starts: np.ndarray, lengths: np.ndarray, seq_len: int
+    ids: np.ndarray,
+    document_starts: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    seq_len: int,
+    masked: np.ndarray = NONE,
 ) -> Batch:
     """Return the rows that begin at `starts` as (len(starts), seq_len) arrays; only they are read from `ids`.
 
     document_starts: ascending, the index of the end-of-text that opens each document; the first is not after
     any start. A position counts from there, or from the row's start when that is later. Past its length a row
-    has id 0, target `IGNORED`, position 0.
+    has id 0, target `IGNORED`, position 0. masked: as in `loss_mask`; targets there are `IGNORED`.
     """
     column = np.arange(seq_len)
     filled = column < lengths[:, None]
@@ -242,7 +124,7 @@ def load_batch(
     positions = index - np.maximum(opening, starts[:, None])
     return Batch(
         ids=np.where(filled, ids[index], 0).astype(np.int64),
-        targets=np.where(filled, ids[index + 1].astype(np.int64), IGNORED),
+        targets=np.where(filled & is_learned(masked, index + 1), ids[index + 1].astype(np.int64), IGNORED),
         positions=np.where(filled, positions, 0).astype(np.uint32),
     )
 
@@ -260,12 +142,14 @@ def batch_from_ids(ids: Sequence[int] | np.ndarray, rows: int | None = None) -> 
 def build_batches(config: BatchesConfig, tokenized: str | Path, directory: str | Path) -> BatchesManifest:
     """Write rows.parquet (row, start, length) of the training stream and manifest.json into a new folder.
 
-    tokenized: the folder that `encode_corpus` wrote.
+    tokenized: the folder that `encode_corpus` wrote. A row without a target that carries loss is left out.
     Raises FileExistsError when `directory` exists, ValueError without target tokens.
     """
     source = read_manifest(TokenizedManifest, tokenized)
     stream = source.streams["train"]
-    rows = make_rows(stream.begin, stream.end, config.seq_len)
+    cut = make_rows(stream.begin, stream.end, config.seq_len)
+    learned = learned_targets(cut, open_masked(tokenized))
+    rows = cut[learned > 0].reset_index(drop=True).assign(row=lambda kept: np.arange(len(kept)))
     manifest = BatchesManifest(
         fingerprint=digest({"tokenized": source.fingerprint, **config.model_dump()}),
         tokenized=source.fingerprint,
@@ -274,7 +158,8 @@ def build_batches(config: BatchesConfig, tokenized: str | Path, directory: str |
         seed=config.seed,
         rows=len(rows),
         batches=batch_count(len(rows), config.batch_size),
-        target_tokens=int(rows["length"].sum()),
+        target_tokens=int(learned.sum()),
+        without_targets=len(cut) - len(rows),
     )
     with atomic_directory(directory) as folder:
         rows.to_parquet(folder / ROWS, index=False)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +12,11 @@ from tokenizers import Tokenizer
 from mamba_ops.config import BatchesConfig
 from mamba_ops.corpus import read_manifest
 from mamba_ops.fingerprint import digest
+from mamba_ops.loss_mask import NONE, check_runs
 from mamba_ops.ops import Batch
+from mamba_ops.tokenized import TokenizedManifest, document_starts, open_ids, open_masked
 from mamba_ops.tokenizer import check_ids, encode_texts
-from mamba_ops.tokens import (
-    ROWS,
-    BatchesManifest,
-    TokenizedManifest,
-    document_starts,
-    epoch_batches,
-    ids_array,
-    load_batch,
-    make_rows,
-    open_ids,
-)
+from mamba_ops.tokens import ROWS, BatchesManifest, epoch_batches, ids_array, load_batch, make_rows
 
 CHECKED_AT_ONCE = 1 << 24
 
@@ -36,7 +28,7 @@ class TokenRows:
     Each has the next id as its target. ids: (n,) integers, may be memory-mapped. document_starts: sorted
     indices in ids at which a document opens. starts, lengths: (rows,) int64. seq_len: what shorter rows are
     padded to. fingerprint: of the ids and documents. tokenizer: the tokenizer's fingerprint, empty where ids
-    came without one.
+    came without one. masked: (runs, 2) int64, ids that carry no loss as targets, as in `loss_mask`.
     """
 
     ids: np.ndarray
@@ -46,6 +38,7 @@ class TokenRows:
     seq_len: int
     fingerprint: str
     tokenizer: str = ""
+    masked: np.ndarray = field(default_factory=lambda: NONE)
 
 
 def open_rows(tokenized: str | Path, batches: str | Path) -> TokenRows:
@@ -65,6 +58,7 @@ def open_rows(tokenized: str | Path, batches: str | Path) -> TokenRows:
         seq_len=cut.seq_len,
         fingerprint=corpus.fingerprint,
         tokenizer=corpus.tokenizer,
+        masked=open_masked(tokenized),
     )
 
 
@@ -102,7 +96,8 @@ def token_rows(
 
 def data_fingerprint(rows: TokenRows) -> str:
     """Return the fingerprint of the ids and of how they are cut into rows."""
-    return digest([rows.fingerprint, _sha256(rows.starts), _sha256(rows.lengths)])
+    masked = [_sha256(rows.masked)] if len(rows.masked) else []
+    return digest([rows.fingerprint, _sha256(rows.starts), _sha256(rows.lengths), *masked])
 
 
 def check_rows(rows: TokenRows, vocab_size: int) -> None:
@@ -134,7 +129,8 @@ def windows(
 
 def load(rows: TokenRows, indices: np.ndarray) -> Batch:
     """Return the batch of the rows with these indices."""
-    return load_batch(rows.ids, rows.document_starts, rows.starts[indices], rows.lengths[indices], rows.seq_len)
+    starts, lengths = rows.starts[indices], rows.lengths[indices]
+    return load_batch(rows.ids, rows.document_starts, starts, lengths, rows.seq_len, rows.masked)
 
 
 def _checked(rows: TokenRows, batches: BatchesConfig) -> TokenRows:
@@ -142,6 +138,7 @@ def _checked(rows: TokenRows, batches: BatchesConfig) -> TokenRows:
         raise ValueError(f"rows: expected at least one row to train on, got 0 of {len(rows.ids)} tokens")
     if rows.seq_len != batches.seq_len:
         raise ValueError(f"rows: expected rows of seq_len {batches.seq_len}, got {rows.seq_len}")
+    check_runs(rows.masked)
     end = rows.starts + rows.lengths
     wrong = (rows.starts < 0) | (rows.lengths < 1) | (rows.lengths > rows.seq_len) | (end >= len(rows.ids))
     if wrong.any():

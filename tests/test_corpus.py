@@ -33,7 +33,13 @@ def build(tmp_path, paths, name="corpus", **options):
     options.setdefault("validation_fraction", 0.5)
     config = CorpusConfig(paths=[str(path) for path in paths], **options)
     manifest = build_corpus(config, tmp_path / name)
-    return manifest, pd.read_parquet(tmp_path / name / "documents.parquet")
+    return manifest, read_tables(tmp_path / name)
+
+
+def read_tables(folder):
+    """Return the table of documents, with the text of each."""
+    documents, texts = (pd.read_parquet(folder / f"{name}.parquet") for name in ("documents", "texts"))
+    return documents.assign(text=documents["document"].map(texts.groupby("document")["text"].agg("".join)))
 
 
 @pytest.fixture
@@ -56,8 +62,8 @@ def test_default_corpus(tmp_path):
     again = build_corpus(CorpusConfig(), tmp_path / "two")
     table = pd.read_parquet(tmp_path / "one" / "documents.parquet")
     assert manifest == again == read_manifest(CorpusManifest, tmp_path / "one")
-    files = [(tmp_path / name / "documents.parquet").read_bytes() for name in ("one", "two")]
-    assert files[0] == files[1]
+    for name in ("documents.parquet", "texts.parquet"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert table["source"].str.match(r"pydoc_data\.topics:|stdlib:[a-z]\w*\.py$").all()
     assert 3e6 < manifest.bytes["train"] + manifest.bytes["validation"] < 6e6
     assert 0.05 < manifest.bytes["validation"] / manifest.bytes["train"] < 0.25
@@ -72,7 +78,7 @@ def test_default_corpus_without_topics(monkeypatch):
 
 def test_table_and_manifest(tmp_path, folder):
     manifest, table = build(tmp_path, [folder])
-    assert list(table.columns) == ["id", "source", "split", "text", "bytes"]
+    assert list(table.columns) == ["document", "id", "source", "split", "bytes", "text"]
     assert list(table["text"]) == [HELD_OUT[0], TRAIN[0], TRAIN[1]]
     assert list(table["split"]) == ["validation", "train", "train"]
     assert list(table["id"]) == [hashlib.sha256(text.encode()).hexdigest() for text in table["text"]]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from mamba_ops.config import TokenizerConfig
+from mamba_ops.encoding import SLICE_CHARACTERS
 from mamba_ops.tokenizer import (
-    PIECE_CHARACTERS,
     TokenizerManifest,
     build_tokenizer,
     check_ids,
@@ -65,7 +65,7 @@ def test_training_is_deterministic(monkeypatch, bpe):
 
 
 def test_training_in_pieces_changes_nothing(bpe, monkeypatch):
-    monkeypatch.setattr("mamba_ops.tokenizer.PIECE_CHARACTERS", 5)
+    monkeypatch.setattr("mamba_ops.encoding.SLICE_CHARACTERS", 5)
     assert train_tokenizer(TEXTS, TokenizerConfig(vocab_size=300)).to_str() == bpe.to_str()
 
 
@@ -93,8 +93,8 @@ FRAGMENTS = ["the", " the", "walk", "s", "'tis", " ", "  ", "\n", "\n\t", "\u300
 def test_long_texts_are_cut_without_changing_an_id(bpe, texts, limit):
     whole = [bpe.encode(text, add_special_tokens=False).ids for text in texts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mamba_ops.tokenizer.PIECE_CHARACTERS", limit)
-        patch.setattr("mamba_ops.tokenizer.BATCH_CHARACTERS", 3 * limit)
+        patch.setattr("mamba_ops.encoding.SLICE_CHARACTERS", limit)
+        patch.setattr("mamba_ops.encoding.BATCH_CHARACTERS", 3 * limit)
         assert [ids.tolist() for ids in encode_texts(bpe, texts)] == whole
 
 
@@ -113,13 +113,13 @@ def test_long_texts_are_cut_without_changing_an_id(bpe, texts, limit):
 def test_other_tokenizers_give_their_own_ids_for_long_texts(change):
     tokenizer = train_tokenizer(TEXTS, TokenizerConfig(vocab_size=300))
     change(tokenizer)
-    long = "foo bar  the e\u0301\n" * (PIECE_CHARACTERS // 8)
+    long = "foo bar  the e\u0301\n" * (SLICE_CHARACTERS // 8)
     for text in (long, long.replace(" ", "\n")):
         assert encode(tokenizer, text).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def test_words_that_reach_across_spaces_are_not_cut():
-    text = "the walk\n" * (PIECE_CHARACTERS // 4)
+    text = "the walk\n" * (SLICE_CHARACTERS // 4)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.train_from_iterator(["the walk\n" * 9], trainers.BpeTrainer(vocab_size=300, show_progress=False))

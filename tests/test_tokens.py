@@ -12,20 +12,17 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from mamba_ops.config import BatchesConfig, CorpusConfig, TokenizerConfig
 from mamba_ops.corpus import build_corpus, read_manifest, read_texts
 from mamba_ops.ops import IGNORED
+from mamba_ops.tokenized import TokenizedManifest, document_starts, encode_corpus, open_ids
 from mamba_ops.tokenizer import build_tokenizer, encode_texts, load_tokenizer
 from mamba_ops.tokens import (
     BatchesManifest,
-    TokenizedManifest,
     batch_count,
     batch_from_ids,
     build_batches,
-    document_starts,
-    encode_corpus,
     epoch_batches,
     ids_array,
     load_batch,
     make_rows,
-    open_ids,
     row_order,
 )
 
@@ -87,7 +84,16 @@ def default(tmp_path_factory):
 def test_default_corpus(default):
     ids, table = open_ids(default / "ids"), pd.read_parquet(default / "ids" / "documents.parquet")
     manifest = read_manifest(TokenizedManifest, default / "ids")
-    assert list(table.columns) == ["id", "source", "split", "offset", "tokens", "bytes"]
+    assert list(table.columns) == [
+        "id",
+        "source",
+        "split",
+        "offset",
+        "tokens",
+        "bytes",
+        "learned_bytes",
+        "masked",
+    ]
     assert (manifest.vocab_size, manifest.end_of_text_id, manifest.without_tokens) == (512, 0, 0)
     assert manifest.max_id == ids.max() < 512
     assert np.array_equal(
@@ -328,6 +334,6 @@ def test_encoding_in_small_batches_gives_the_same_ids(default, monkeypatch):
     texts = list(read_texts(default / "corpus", "validation"))[:8]
     tokenizer = load_tokenizer(default / "tokenizer")
     whole = [ids.tolist() for ids in encode_texts(tokenizer, texts)]
-    monkeypatch.setattr("mamba_ops.tokenizer.PIECE_CHARACTERS", 100)
-    monkeypatch.setattr("mamba_ops.tokenizer.BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("mamba_ops.encoding.SLICE_CHARACTERS", 100)
+    monkeypatch.setattr("mamba_ops.encoding.BATCH_CHARACTERS", 1000)
     assert [ids.tolist() for ids in encode_texts(tokenizer, texts)] == whole
