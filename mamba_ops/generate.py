@@ -1,16 +1,30 @@
-"""Text by recurrent decoding: one token at a time from a state of fixed size."""
+"""Text by recurrent decoding: one token at a time from a state of fixed size.
 
-from collections.abc import Iterator, Sequence
+`python -m mamba_ops.generate FOLDER --prompt TEXT` prints the prompt and what a checkpoint makes of it, as it comes.
+"""
+
+import argparse
+import io
+import itertools
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
 
 import numpy as np
+from pydantic import ValidationError
+from tokenizers import Tokenizer
 
-from mamba_ops.config import MambaConfig
+from mamba_ops.checkpoint import load_model
+from mamba_ops.config import GenerateConfig, MambaConfig, TokenizerConfig
+from mamba_ops.cpu import open_cpu
 from mamba_ops.model import empty_state, logits
 from mamba_ops.ops import IGNORED, Batch, LayerState, Ops, Parameters
-from mamba_ops.tokenizer import check_ids
+from mamba_ops.sampling import draw, probabilities
+from mamba_ops.tokenizer import check_ids, embedding_rows, encode_texts, end_of_text_id, load_tokenizer
 
 PROMPT_WINDOW = 64
-LOWEST_EXPONENT = -700.0
+UNDECODED = "\ufffd"
 
 
 def generate(
@@ -18,40 +32,36 @@ def generate(
     params: Parameters,
     config: MambaConfig,
     prompt_ids: Sequence[int] | np.ndarray,
+    settings: GenerateConfig,
     *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
     stop_id: int | None = None,
     vocab_limit: int | None = None,
 ) -> Iterator[int]:
-    """Yield up to max_new_tokens ids that continue the prompt, drawn from softmax(logits / temperature).
+    """Yield up to settings.max_new_tokens ids that continue the prompt, drawn as `sampling.probabilities` says.
 
-    Temperature 0 takes the likeliest id. stop_id ends the text and is not yielded. Ids from vocab_limit (the
-    tokenizer's size) on are never drawn: padded rows of the embedding. The same seed gives the same ids.
-    Raises ValueError on an empty prompt, an id outside the embedding, a setting out of range, and, while
-    decoding, on logits that are not finite.
+    stop_id ends the text and is not yielded. Ids from vocab_limit (the tokenizer's size) on are never drawn:
+    padded rows of the embedding. The same seed gives the same ids. Raises ValueError on an empty prompt, an id
+    outside the embedding and a vocab_limit below 1, and, while decoding, on logits that are not finite.
     """
     prompt = _check_prompt(prompt_ids, config.vocab_size)
     limit = config.vocab_size if vocab_limit is None else min(vocab_limit, config.vocab_size)
     if limit < 1:
         raise ValueError(f"vocab_limit: expected at least 1, got {vocab_limit}")
-    if not 0 <= temperature < np.inf:
-        raise ValueError(f"temperature: expected a finite number from 0 on, got {temperature}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens: expected at least 0, got {max_new_tokens}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(settings.seed)
+    seen = np.zeros(config.vocab_size, bool)
+    seen[prompt] = True
 
     def decode() -> Iterator[int]:
         state = empty_state(ops, config, 1)
         new, position = prompt, 0
-        for _ in range(max_new_tokens):
+        for _ in range(settings.max_new_tokens):
             last = advance(ops, params, config, state, new, position)[-1, :limit]
             position += len(new)
-            token = choose(last, temperature, rng)
+            token = draw(probabilities(last, seen[:limit], settings), rng)
             if token == stop_id:
                 return
             yield token
+            seen[token] = True
             new = np.array([token])
 
     return decode()
@@ -78,20 +88,44 @@ def advance(
             return result
 
 
-def choose(values: np.ndarray, temperature: float, rng: np.random.Generator) -> int:
-    """Draw an index from softmax(values / temperature), in float64; the first largest for temperature 0.
+def continuation(
+    ops: Ops,
+    params: Parameters,
+    config: MambaConfig,
+    tokenizer: Tokenizer,
+    end_of_text: int,
+    prompt: str,
+    settings: GenerateConfig,
+) -> Iterator[str]:
+    """Yield the text that continues a prompt, in pieces of whole characters, up to the end-of-text token.
 
-    Raises ValueError when a value is not finite.
+    As in training the end-of-text token comes before the prompt, which so is the beginning of a document.
+    end_of_text: its id. Raises what `generate` raises.
     """
-    values = values.astype(np.float64)
-    if not np.isfinite(values).all():
-        raise ValueError(f"logits are not finite: {np.count_nonzero(~np.isfinite(values))} of {len(values)}")
-    if temperature == 0:
-        return int(values.argmax())
-    below = np.maximum(values - values.max(), LOWEST_EXPONENT * temperature)
-    cumulative = np.exp(below / temperature).cumsum()
-    drawn = np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")
-    return min(int(drawn), len(values) - 1)
+    own = np.concatenate([*encode_texts(tokenizer, [prompt])]).tolist()
+    limit = embedding_rows(tokenizer)
+    ids = generate(ops, params, config, [end_of_text, *own], settings, stop_id=end_of_text, vocab_limit=limit)
+    return text_pieces(tokenizer, ids, own)
+
+
+def text_pieces(tokenizer: Tokenizer, ids: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
+    """Yield the text that ids add to the text of those before, as soon as its characters are whole.
+
+    A token may end inside a character's UTF-8 bytes. What could be the beginning of one is held back until the
+    next tokens complete it or show that it is none; joined, the pieces are the text that decoding all ids gives.
+    """
+    known, new = list(before), []
+    told = len(tokenizer.decode(known))
+    for token in ids:
+        new.append(token)
+        text = tokenizer.decode(known + new)
+        if len(text) > told and not text.endswith(UNDECODED):
+            yield text[told:]
+            # a decoder may treat the first token of a text in its own way: one that was told stays before the new
+            known, new = new, []
+            told = len(tokenizer.decode(known))
+    if len(text := tokenizer.decode(known + new)) > told:
+        yield text[told:]
 
 
 def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
@@ -102,3 +136,80 @@ def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np
         raise ValueError(f"prompt_ids: expected integers, got {prompt.dtype}")
     check_ids(prompt, vocab_size)
     return prompt.astype(np.int64)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and one line."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="mamba_ops.generate", description="Continue a text with a checkpoint.", allow_abbrev=False)
+    parser.add_argument("folder", help="Checkpoint folder in Hugging Face's layout, with its tokenizer.json.")
+    parser.add_argument("--prompt", default="", help="Text to continue, the beginning of a document; default: none.")
+    for name, field in GenerateConfig.model_fields.items():
+        text = f"{field.description} Default: {field.default}."
+        parser.add_argument("--" + name.replace("_", "-"), default=field.default, metavar="N", help=text)
+    return parser
+
+
+def _settings(parser: _Parser, options: argparse.Namespace) -> GenerateConfig:
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError as error:
+        parser.error(f"--prompt: expected UTF-8 text, got other bytes from character {error.start} on")
+    try:
+        return GenerateConfig(**{name: getattr(options, name) for name in GenerateConfig.model_fields})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        message = first["msg"].removeprefix("Value error, ")
+        parser.error(f"--{str(first['loc'][0]).replace('_', '-')}: {message}; got {first['input']!r}")
+
+
+def _end_of_text(tokenizer: Tokenizer, config: MambaConfig, folder: str) -> int:
+    """Return the end-of-text id of a folder: that of its config.json, or of its tokenizer where none is given there.
+
+    Raises ValueError where the tokenizer needs more rows than the embedding has.
+    """
+    rows = embedding_rows(tokenizer)
+    if rows > config.vocab_size:
+        raise ValueError(f"{folder}: the tokenizer needs {rows} embedding rows, the checkpoint has {config.vocab_size}")
+    given = config.eos_token_id if "eos_token_id" in config.model_fields_set else None
+    if given is not None and tokenizer.id_to_token(given) is not None:
+        return given
+    return end_of_text_id(tokenizer, TokenizerConfig().end_of_text, folder)
+
+
+def _print(prompt: str, pieces: Iterator[str]) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
+    for piece in itertools.chain([prompt], pieces):
+        print(piece, end="", flush=True)
+    print()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the prompt and its continuation; return 0, or 1 with one line on stderr; wrong arguments exit with 2."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    settings = _settings(parser, options)
+    try:
+        config, params = load_model(options.folder)
+        tokenizer = load_tokenizer(options.folder)
+        end = _end_of_text(tokenizer, config, options.folder)
+        pieces = continuation(open_cpu(), params, config, tokenizer, end, options.prompt, settings)
+        _print(options.prompt, pieces)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads what is left to flush
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
