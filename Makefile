@@ -2,19 +2,25 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: demo test parity gradcheck benchmark lint ui clean
+GPU ?= gpu
+
+.PHONY: demo test parity large gradcheck benchmark gpu-check lint ui clean
 
 # Train on the default corpus through Dagster and print the perplexities.
 demo: $(VENV)/.installed
 	$(RUN) -m pipelines.demo
 
-# Everything but the parity, browser and engine suites.
+# Everything but the parity, browser and engine suites and what takes minutes.
 test: $(VENV)/.installed-dev
-	$(RUN) -m pytest -m "not parity and not browser and not engine"
+	$(RUN) -m pytest -m "not parity and not browser and not engine and not large"
 
 # Agreement with transformers, PEFT and torch.
 parity: $(VENV)/.installed-parity
 	$(RUN) -m pytest -m parity
+
+# What takes minutes or gigabytes.
+large: $(VENV)/.installed-dev
+	$(RUN) -m pytest -m large
 
 # Every gradient against central differences.
 gradcheck: $(VENV)/.installed
@@ -22,6 +28,12 @@ gradcheck: $(VENV)/.installed
 
 benchmark: $(VENV)/.installed
 	$(RUN) benchmarks/cpu_step.py
+
+# Every kernel on your own card, then its times; GPU=NVIDIA chooses an adapter by name.
+gpu-check: $(VENV)/.installed-dev
+	MAMBA_TEST_ADAPTER="$(GPU)" $(RUN) -m pytest tests/gpu tests/pipelines/test_accelerator.py
+	$(RUN) benchmarks/gpu_ops.py --adapter "$(GPU)"
+	$(RUN) benchmarks/gpu_step.py --adapter "$(GPU)"
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

@@ -25,7 +25,6 @@ from mamba_ops.gpu import linear
 from mamba_ops.gpu.adapters import choose, describe, open_device
 from mamba_ops.gpu.device import DeviceError
 from mamba_ops.gpu.gpu_ops import GpuOps
-from mamba_ops.gpu.gradients import DeviceGradients
 from mamba_ops.gpu.workspace import DeviceArray, range_of
 from mamba_ops.gradients import GradientBuffers
 from mamba_ops.ops import Batch, Columns
@@ -233,7 +232,7 @@ def check_scan(device: Any, batch: int, L: int, d_inner: int, d_state: int) -> f
     gradients = backward(saved)
     with GpuOps(device, poison=True) as ops:
         arrays = {name: ops.upload(array) for name, array in host.items()}
-        grads = DeviceGradients(ops, arrays, params)
+        grads = GradientBuffers(arrays, params, ops)
         forward, backward = scan(ops, grads, ops.rows(data), arrays, ops.empty)
         y, saved = forward()
         check("scan forward", ops.read(y), wanted, 1e-4)
@@ -248,7 +247,7 @@ def time_scan(device: Any, name: str, shape: tuple[int, int, int, int], repeats:
     data, host = scan_inputs(*shape)
     with GpuOps(device) as ops:
         arrays: dict[str, DeviceArray] = {key: ops.upload(array) for key, array in host.items()}
-        grads = DeviceGradients(ops, arrays, ("A_log", "D", "bias"))
+        grads = GradientBuffers(arrays, ("A_log", "D", "bias"), ops)
         forward, backward = scan(ops, grads, ops.rows(data), arrays, ops.empty)
         _, saved = forward()
         rows = []

@@ -7,6 +7,7 @@ importable, and prints the time by kernel from timestamp queries and the bytes o
 
 import argparse
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -143,17 +144,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny shape, to try the script on a software adapter")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--torch", action="store_true", help="time transformers on CUDA in the same run")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     config, batch_size, seq_len = SHAPES["small" if options.small else "130m"]
     results: dict = {}
     with open_gpu(options.adapter) as ops:
-        results["adapter"] = describe(ops.device.adapter)
+        name, results["adapter"] = ops.device.name, describe(ops.device.adapter)
         results["checks"] = ops.device.checks
         print(results["adapter"], "run-time checks", "on" if ops.device.checks else "off")
         results["check"] = check(ops)
         print(f"check: gradients within {results['check']:.1e} of float64 NumPy")
-        for checkpointing in (False, True):
+    for checkpointing in (False, True):
+        with open_gpu(options.adapter) as ops:  # a device of its own: pools that are empty show what it needs
             row = timed(ops, config, batch_size, seq_len, options.repeats, checkpointing)
             results["checkpointing" if checkpointing else "plain"] = row
             own = row["own_buffer_bytes"] / 2**30
@@ -169,8 +171,10 @@ def main() -> None:
                 found = {"use_mambapy": mambapy, "error": repr(error)[:300]}
             results[f"transformers mambapy={mambapy}"] = found
             print("transformers", found)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1, default=str) + "\n")
+    slug = re.sub(r"\W+", "-", name).strip("-").lower()
+    path = options.json or Path(__file__).parent / "results" / f"gpu_step-{slug}{'-small' * options.small}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -65,14 +65,28 @@ class CorpusConfig(Stage):
 
     paths: list[str] = Field(
         default=[],
-        description="Files, folders or globs of UTF-8 text (a file is a document) or .jsonl (a line is a document); "
-        "empty: the documentation topics and standard library sources of the running CPython.",
+        description="Files, folders or globs, here or at an fsspec address such as s3://bucket/folder: UTF-8 text (a "
+        "file is a document), .jsonl (a line is one) or .parquet (a row is one), also as .gz and .zst; empty: the "
+        "documentation topics and standard library sources of the running CPython.",
     )
     validation_paths: list[str] = Field(
         default=[],
         description="The same for validation; empty: documents go to validation by content hash.",
     )
-    text_column: str = Field(default="text", min_length=1, description="The key of a .jsonl line that holds the text.")
+    form: Literal["auto", "text", "prompt", "chat"] = Field(
+        default="auto",
+        description="What a line or row holds: text: a string under text_column; prompt: strings under prompt and "
+        "completion, loss on the completion; chat: a list under messages, loss on what the assistant says; auto: the "
+        "one that its keys say.",
+    )
+    text_column: str = Field(
+        default="text", min_length=1, description="The key of a line, or column of a parquet file, that holds the text."
+    )
+    storage_options: dict[str, Any] = Field(
+        default={},
+        description="Options of fsspec's file system for addresses, such as endpoint_url; keys and other secrets "
+        "belong in the environment (AWS_ACCESS_KEY_ID, FSSPEC_S3_..., ...).",
+    )
     validation_fraction: Number = Field(
         default=0.1,
         ge=0,

@@ -21,9 +21,7 @@ def element_differences(
     return np.array([_one(loss, flat, i) for i in (range(flat.size) if elements is None else elements)])
 
 
-def direction_difference(
-    loss: Callable[[], float], arrays: dict[str, np.ndarray], seed: int
-) -> tuple[float, dict]:
+def direction_difference(loss: Callable[[], float], arrays: dict[str, np.ndarray], seed: int) -> tuple[float, dict]:
     """Return the derivative along a random unit direction over all arrays, and that direction by name."""
     rng = np.random.default_rng(seed)
     direction = {name: rng.standard_normal(array.shape) for name, array in arrays.items()}

@@ -1,13 +1,20 @@
 """Parameters and moments of a run on the host and where the ops run, kept in step."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mamba_ops.ops import Ops
+from mamba_ops.config import MambaConfig
+from mamba_ops.cpu import open_cpu
+from mamba_ops.model import logits
+from mamba_ops.ops import IGNORED, Batch, Ops
 from mamba_ops.optimizer import AdamState
+from mamba_ops.parameters import EMBEDDING
 from mamba_ops.tensors import fingerprint
+
+TOLERANCE = 1e-3
+PROBE = 2, 33
 
 
 class Mirror:
@@ -43,6 +50,11 @@ class Mirror:
         """Return the fingerprints of the host's and of the device's parameters, equal when they are bit for bit."""
         return fingerprint(self.host), fingerprint({name: self.ops.read(value) for name, value in self.params.items()})
 
+    @property
+    def one_side(self) -> bool:
+        """Whether the ops run on the host's own arrays."""
+        return all(array is device for array, device in self._pairs())
+
     def close(self) -> None:
         """Free the device's side."""
         self.ops.release(device for _, device in self._pairs())
@@ -52,3 +64,38 @@ class Mirror:
             yield self.host[name], device
         for name, pair in self.adam.moments.items():
             yield from zip(self._host_adam.moments[name], pair, strict=True)
+
+
+class Agreement(NamedTuple):
+    """The two sides of parameters beside each other.
+
+    host, device: fingerprints. nbytes: of the parameters on the device. difference, largest: max|difference| of the
+    two sides' logits of a probe batch, and max|logit|.
+    """
+
+    host: str
+    device: str
+    nbytes: int
+    difference: float
+    largest: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the parameters are the same bytes, and the logits differ by at most TOLERANCE of the largest."""
+        return self.host == self.device and self.difference <= TOLERANCE * self.largest
+
+
+def compare(mirror: Mirror, config: MambaConfig) -> Agreement:
+    """Read the device's parameters back, and run a batch of seeded random tokens on both sides."""
+    host, device = mirror.verify()
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, PROBE)
+    positions = np.broadcast_to(np.arange(PROBE[1], dtype=np.uint32), PROBE)
+    batch = Batch(ids, np.full(PROBE, IGNORED), positions)
+    cpu = open_cpu(mirror.host[EMBEDDING].dtype.type)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite does not agree
+        expected = logits(cpu, mirror.host, config, cpu.rows(batch)).astype(np.float64)
+        with mirror.ops.scope():
+            found = logits(mirror.ops, mirror.params, config, mirror.ops.rows(batch)).astype(np.float64)
+        difference = float(np.abs(found - expected).max())
+    nbytes = sum(value.nbytes for value in mirror.host.values())
+    return Agreement(host, device, nbytes, difference, float(np.abs(expected).max()))

@@ -78,9 +78,7 @@ def losses_and_gradients(
                 with ops.scope():
                     _layer_forward(ops, params, config, layer, rows, streams[layer], streams[layer + 1])
             else:
-                kept.append(
-                    _layer_forward(ops, params, config, layer, rows, streams[layer], streams[layer + 1])
-                )
+                kept.append(_layer_forward(ops, params, config, layer, rows, streams[layer], streams[layer + 1]))
         with ops.scope():
             x, norm = ops.rms_norm_forward(streams[-1], params, FINAL_NORM, config.layer_norm_epsilon)
             dx = ops.empty(T, config.hidden_size)
@@ -192,9 +190,7 @@ def _layer_backward(
         ops.empty(T, config.hidden_size),
     )
     out_bias = mixer + "out_proj.bias" if config.use_bias else None
-    ops.linear_backward(
-        dstream, saved.gated, params, mixer + "out_proj.weight", out_bias, grads, need, dgated
-    )
+    ops.linear_backward(dstream, saved.gated, params, mixer + "out_proj.weight", out_bias, grads, need, dgated)
     ops.selective_scan_backward(
         dgated,
         saved.scan,

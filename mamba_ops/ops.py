@@ -79,6 +79,10 @@ class Gradients(Protocol):
 class Ops(Protocol):
     """One side's ops. Shapes: T = batch * seq_len tokens."""
 
+    @property
+    def name(self) -> str:
+        """What runs them: `NumPy`, or the adapter with its driver."""
+
     def scope(self) -> AbstractContextManager[None]:
         """Give back, on leaving, every array that `empty` returned inside."""
 
@@ -118,14 +122,10 @@ class Ops(Protocol):
     def embedding_backward(self, dy: Array, rows: Rows, weight: str, grads: Gradients, need: Need) -> None:
         """dweight[i] += sum of dy_t over the t with ids_t = i."""
 
-    def rms_norm_forward(
-        self, x: Array, params: Parameters, weight: str, epsilon: float
-    ) -> tuple[Array, Any]:
+    def rms_norm_forward(self, x: Array, params: Parameters, weight: str, epsilon: float) -> tuple[Array, Any]:
         """y = weight * x / sqrt(mean(x^2) + epsilon). x, y: (T, d_model)."""
 
-    def rms_norm_backward(
-        self, dy: Array, saved: Any, grads: Gradients, need: Need, dx: Array, add: bool
-    ) -> None:
+    def rms_norm_backward(self, dy: Array, saved: Any, grads: Gradients, need: Need, dx: Array, add: bool) -> None:
         """Write (or add) dx: (T, d_model)."""
 
     def linear_forward(
@@ -170,9 +170,7 @@ class Ops(Protocol):
         x, y: (T, d_inner); weight: (d_inner, 1, d_conv). With a state, x before the row comes from it.
         """
 
-    def causal_conv1d_backward(
-        self, dy: Array, saved: Any, grads: Gradients, need: Need, dx: Columns
-    ) -> None:
+    def causal_conv1d_backward(self, dy: Array, saved: Any, grads: Gradients, need: Need, dx: Columns) -> None:
         """Write dx."""
 
     def selective_scan_forward(

@@ -6,15 +6,16 @@ import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from mamba_ops import optimizer
 from mamba_ops.config import BatchesConfig, MambaConfig, TrainConfig
-from mamba_ops.cpu import open_cpu
+from mamba_ops.cpu import CpuOps, open_cpu
 from mamba_ops.gradients import GradientBuffers, accumulate, clip_factor, first_non_finite, total_norm
+from mamba_ops.memory import require_memory
 from mamba_ops.metrics import HISTORY, StepMetrics, append, open_history
 from mamba_ops.mirror import Mirror
 from mamba_ops.ops import Array, Batch, Need, Ops
@@ -81,25 +82,29 @@ def train(
     the generator is stopped or closed.
     The run ends after max_steps, or num_train_epochs, or at the first step past max_seconds of wall time.
 
-    Raises ValueError on fewer than 2 tokens, ids outside the embedding, text without a tokenizer, and a state
-    or folder of another run; RuntimeError when another process trains in the folder; FloatingPointError after
-    more than max_skipped_steps non-finite steps in a row.
+    Raises ValueError on fewer than 2 tokens, ids outside the embedding, text without a tokenizer, a state or folder
+    of another run, and on the CPU when memory does not suffice; RuntimeError when another process trains in the
+    folder; FloatingPointError after more than max_skipped_steps non-finite steps in a row.
     """
     rows = token_rows(data, batches_config, tokenizer)
     check_rows(rows, state.config.vocab_size)
     dtype = state.params[EMBEDDING].dtype
     if ops is not None and getattr(ops, "dtype", dtype) != dtype:
         raise ValueError(f"ops: expected the dtype of the parameters, {dtype}, got {getattr(ops, 'dtype', None)}")
+    ops = ops or open_cpu(dtype.type)
+    if isinstance(ops, CpuOps):
+        run = state.config, train_config, batches_config, len(rows.starts)
+        held = sum(value.nbytes for value in state.params.values())
+        require_memory(*run, names=state.names, threads=ops.threads, dtype=dtype, held=held)
     identity = run_identity(state, train_config, batches_config, data_fingerprint(rows), rows.tokenizer)
     if state.identity:
         check_identity("this state", state.identity, identity)
-    state.identity = identity
-    return _run(state, rows, train_config, batches_config, ops or open_cpu(dtype.type), folder)
+    return _run(state, identity, rows, train_config, batches_config, ops, folder)
 
 
 def stop(steps: Generator[StepMetrics]) -> None:
     """Save the state of a run after the step it has just yielded, and end it."""
-    with suppress(StopIteration):
+    with suppress(StopIteration, StopTraining):
         steps.throw(StopTraining())
 
 
@@ -117,8 +122,8 @@ def train_step(
     """Make one AdamW step on the mean loss over every target of the batches, in place.
 
     Loss and gradients are sums over all batches divided by their targets, so every token weighs the same.
-    The norm covers each trained parameter once. When the loss or a gradient is not finite, no parameter,
-    moment or count changes. Raises ValueError when the batches hold no target.
+    The norm covers each trained parameter once. When the loss, a gradient or its square is not finite, no
+    parameter, moment or count changes. Raises ValueError when the batches hold no target.
     """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite is found below
         nll, tokens = accumulate(ops, params, config, batches, buffers, need, train_config.gradient_checkpointing)
@@ -131,6 +136,11 @@ def train_step(
         gradient = f"the gradient of {bad} has norm {norms[bad]}" if bad is not None else "all gradients are finite"
         return StepResult(loss, tokens, norm, False, f"the loss is {loss}, {gradient}")
     factor = clip_factor(norm, train_config.max_grad_norm)
+    limit = math.sqrt(float(np.finfo(getattr(ops, "dtype", np.float32)).max))
+    large = next((name for name, value in norms.items() if value * factor / tokens > limit), None)
+    if large is not None:
+        reason = f"the gradient of {large} has norm {norms[large] / tokens:.3g}, whose square is not finite"
+        return StepResult(loss, tokens, norm, False, reason)
     decay = optimizer.decayed(config)
     optimizer.step(ops, params, buffers.arrays, state, train_config, learning_rate, factor / tokens, decay)
     return StepResult(loss, tokens, norm, factor < 1, "")
@@ -148,12 +158,14 @@ def total_steps(rows: TokenRows, train_config: TrainConfig, batches_config: Batc
 
 def _run(
     state: TrainingState,
+    identity: dict[str, Any],
     rows: TokenRows,
     config: TrainConfig,
     batches: BatchesConfig,
     ops: Ops,
     folder: str | Path | None,
 ) -> Generator[StepMetrics]:
+    state.identity, state.ops = identity, ops.name
     total = total_steps(rows, config, batches)
     with ExitStack() as stack:
         kept: tuple[Path, BinaryIO] | None = None

@@ -59,7 +59,7 @@ class TrainingState:
 
     step: windows done, skipped ones included; with the run's configuration it says which epoch, batch and
     rate come next. seconds: wall time, all resumed parts together. identity: what the run belongs to, empty
-    until training has begun.
+    until training has begun. ops: the name of the ops that train it.
     """
 
     config: MambaConfig
@@ -72,6 +72,7 @@ class TrainingState:
     tokens_seen: int = 0
     seconds: float = 0.0
     identity: dict[str, Any] = field(default_factory=dict)
+    ops: str = "NumPy"
 
     @property
     def trainable(self) -> int:
@@ -172,7 +173,7 @@ def save_checkpoint(folder: Path, state: TrainingState, history: BinaryIO) -> No
             "counts": state.adam.counts,
             "history_bytes": history.tell(),
             "run": digest(state.identity),
-            "versions": VERSIONS,
+            "versions": VERSIONS | {"ops": state.ops},
             "files": {name: file_digest(temporary / name) for name in (WEIGHTS, MOMENTS)},
         }
         write_json(temporary / STATE, values | {"digest": digest(values)})
@@ -184,6 +185,12 @@ def checkpoints(folder: str | Path) -> list[Path]:
     parent = Path(folder) / CHECKPOINTS
     names = os.listdir(parent) if parent.is_dir() else []
     return [parent / name for name in sorted(names) if re.fullmatch(r"step-\d{8,}", name)]
+
+
+def ops_before(folder: str | Path) -> str:
+    """Return the name of the ops that made the newest checkpoint of a run folder, empty without one."""
+    found = checkpoints(folder)
+    return str(_read_state(found[-1] / STATE)["versions"].get("ops", "")) if found else ""
 
 
 def load_newest(folder: str | Path, state: TrainingState) -> int:
@@ -211,8 +218,9 @@ def _load(path: Path, state: TrainingState) -> int:
         found = file_digest(path / name) if (path / name).is_file() else "no such file"
         if found != expected:
             raise mismatch(path / name, "sha256", found, expected)
-    if values["versions"] != VERSIONS:
-        log.warning("%s: written by %s, read by %s: not bit for bit from here", path, values["versions"], VERSIONS)
+    versions = VERSIONS | {"ops": state.ops}
+    if values["versions"] != versions:
+        log.warning("%s: written by %s, read by %s: not bit for bit from here", path, values["versions"], versions)
     targets = [(WEIGHTS, state.params), (MOMENTS, _moment_tensors(state.adam))]
     loaded = [(load_tensors(path / name), arrays) for name, arrays in targets]
     for tensors, arrays in loaded:

@@ -8,6 +8,7 @@ import dagster as dg
 from pydantic import ValidationError
 
 from pipelines.configuration import check_stages
+from pipelines.recipes import again, made_before, recipe, record
 
 Events: TypeAlias = Iterator[dg.AssetCheckResult | dg.MaterializeResult]
 
@@ -43,14 +44,22 @@ def passed(asset: str, **checks: Callable[[], Verdict]) -> Iterator[dg.AssetChec
 
 
 def reported(body: Callable[..., Events]) -> Callable[..., Events]:
-    """Turn what the library refuses into one Failure with its message; checks not reached then have failed."""
+    """Skip what was made before, on request; turn what the library refuses into one Failure with its message.
+
+    Checks that are not reached then have failed.
+    """
 
     @functools.wraps(body)
     def events(context: dg.AssetExecutionContext, **inputs: Any) -> Events:
         waiting = sorted(key.name for key in context.selected_asset_check_keys)
         try:
             check_stages(context.run.run_config)
-            for event in body(context, **inputs):
+            key, storage = recipe(context, inputs), inputs["storage"]
+            config = inputs.get("config")
+            made = made_before(context, storage.path, key, config) if storage.skip_unchanged else None
+            for event in body(context, **inputs) if made is None else again(context, made):
+                if isinstance(event, dg.MaterializeResult):
+                    record(context, key, event.value)
                 if isinstance(event, dg.AssetCheckResult) and event.check_name in waiting:
                     waiting.remove(event.check_name)
                 yield event

@@ -13,16 +13,18 @@ from mamba_ops.config import (
     BatchesConfig,
     CorpusConfig,
     EvaluateConfig,
+    SamplesConfig,
     TokenizerConfig,
     TrainConfig,
     WeightsConfig,
 )
+from mamba_ops.training_state import UNRELATED_TO_RESULT
 
-PLACES = frozenset({"paths", "validation_paths", "path", "checkpoint", "retrain"})
+PLACES = frozenset({"paths", "validation_paths", "storage_options", "path", "checkpoint", "retrain"})
 """Fields that say where content comes from; what it is has a fingerprint of its own."""
 
-PACE = frozenset({"gradient_checkpointing", "logging_seconds", "max_seconds", "max_skipped_steps", "save_steps"})
-"""Fields that say how a run goes on, not what comes of it."""
+PACE = UNRELATED_TO_RESULT
+"""Fields that say how a run goes on, not what comes of it; how weights are saved is part of their content."""
 
 ALLOWED = "Allowed: "
 COMPARISONS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
@@ -164,6 +166,11 @@ class EvaluateRun(EvaluateConfig, Launchable, extra="forbid"):
     """How perplexity is measured and text is sampled."""
 
 
+@launchable
+class SamplesRun(SamplesConfig, Launchable, extra="forbid"):
+    """Which prompts are continued, and how."""
+
+
 STAGES: dict[str, type[Launchable]] = {
     "corpus": CorpusRun,
     "tokenizer": TokenizerRun,
@@ -171,5 +178,6 @@ STAGES: dict[str, type[Launchable]] = {
     "weights_mirror": WeightsRun,
     "trained_weights": TrainRun,
     "perplexity": EvaluateRun,
+    "samples": SamplesRun,
 }
 """Configuration class by asset; `tokenized_corpus` has none."""

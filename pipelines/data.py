@@ -1,5 +1,6 @@
 """Documents to batches: the assets corpus, tokenizer, tokenized_corpus and token_batches."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,13 @@ import dagster as dg
 import numpy as np
 import pandas as pd
 
-from mamba_ops.corpus import DOCUMENTS, SPLITS, CorpusManifest, build_corpus, read_texts
+from mamba_ops.corpus import SPLITS, CorpusManifest, build_corpus
+from mamba_ops.corpus_tables import DOCUMENTS, training_texts
+from mamba_ops.loss_mask import NONE
+from mamba_ops.progress import Progress, Report, describe
+from mamba_ops.tokenized import TokenizedManifest, encode_corpus, open_ids, open_masked
 from mamba_ops.tokenizer import TokenizerManifest, build_tokenizer, load_tokenizer
-from mamba_ops.tokens import ROWS, BatchesManifest, TokenizedManifest, build_batches, encode_corpus, open_ids
+from mamba_ops.tokens import ROWS, BatchesManifest, build_batches, learned_targets
 from pipelines.checks import Events, Verdict, blocking, passed, reported
 from pipelines.configuration import BatchesRun, CorpusRun, TokenizerRun, identity
 from pipelines.io import Manifest, candidates, draft, output, publish
@@ -20,9 +25,11 @@ from pipelines.resources import Storage
 SHOWN = 20
 """Rows of a table in the UI, which shows all that it is given."""
 
+LOG_SECONDS = 5.0
+
 
 @dg.asset(
-    code_version="1",
+    code_version="2",
     group_name="data",
     kinds={"python", "parquet"},
     check_specs=blocking(
@@ -35,7 +42,7 @@ SHOWN = 20
 def corpus(context: dg.AssetExecutionContext, config: CorpusRun, storage: Storage) -> Events:
     """Documents, repaired, each distinct text once, split into training and validation."""
     with draft(storage.path, "corpus") as folder:
-        made = build_corpus(config, folder)
+        made = build_corpus(config, folder, logged(context))
         documents = pd.read_parquet(folder / DOCUMENTS, columns=["id", "source", "split", "bytes"])
         yield from passed(
             "corpus",
@@ -57,7 +64,7 @@ def tokenizer(context: dg.AssetExecutionContext, config: TokenizerRun, storage: 
         manifest = kept
     else:
         with draft(storage.path, "tokenizer") as folder:
-            made = build_tokenizer(config, read_texts(corpus.path, "train"), folder)
+            made = build_tokenizer(config, training_texts(corpus.path), folder)
             facts = made.model_dump(mode="json")
             content, inputs = made.fingerprint, [] if config.path else [corpus]
             manifest = publish(storage.path, "tokenizer", folder, content, identity(config), inputs, facts)
@@ -65,7 +72,7 @@ def tokenizer(context: dg.AssetExecutionContext, config: TokenizerRun, storage: 
 
 
 @dg.asset(
-    code_version="1",
+    code_version="2",
     group_name="data",
     kinds={"numpy", "parquet"},
     check_specs=blocking("tokenized_corpus", ids_in_range="Every id is one of the tokenizer's."),
@@ -76,13 +83,14 @@ def tokenized_corpus(
 ) -> Events:
     """Token ids in one memory-mapped file, with a table of the documents in it."""
     with draft(storage.path, "tokenized_corpus") as folder:
-        made = encode_corpus(corpus.path, tokenizer.path, folder)
+        made = encode_corpus(corpus.path, tokenizer.path, folder, report=logged(context))
         yield from passed(
             "tokenized_corpus", ids_in_range=lambda: ids_in_range(open_ids(folder), tokenizer.facts["vocab_size"])
         )
         inputs, facts = [corpus, tokenizer], made.model_dump(mode="json")
         manifest = publish(storage.path, "tokenized_corpus", folder, made.fingerprint, {}, inputs, facts)
-    yield output(manifest, tokenized_metadata(made, pd.read_parquet(manifest.path / DOCUMENTS)))
+    documents = pd.read_parquet(manifest.path / DOCUMENTS, columns=["source", "split", "tokens", "bytes"])
+    yield output(manifest, tokenized_metadata(made, documents))
 
 
 @dg.asset(
@@ -101,7 +109,9 @@ def token_batches(
         rows = pd.read_parquet(folder / ROWS)
         yield from passed(
             "token_batches",
-            every_target_once=lambda: every_target_once(rows, tokenized_corpus.facts["streams"]["train"]),
+            every_target_once=lambda: every_target_once(
+                rows, tokenized_corpus.facts["streams"]["train"], open_masked(tokenized_corpus.path)
+            ),
         )
         facts = made.model_dump(mode="json") | {
             "tokenizer": tokenized_corpus.facts["tokenizer"],
@@ -140,15 +150,27 @@ def ids_in_range(ids: np.ndarray, rows: int) -> Verdict:
     return Verdict(largest < rows, f"found ids up to {largest}, expected 0 to {rows - 1}")
 
 
-def every_target_once(rows: pd.DataFrame, stream: Mapping[str, int]) -> Verdict:
-    """Whether the rows lie end to end over the stream's targets."""
-    expected = stream["end"] - stream["begin"] - 1
-    ends = rows["start"] + rows["length"]
-    joined = bool((rows["start"].iloc[1:].to_numpy() == ends.iloc[:-1].to_numpy()).all())
-    whole = joined and rows["start"].iloc[0] == stream["begin"] and rows["length"].sum() == expected
-    return Verdict(
-        bool(whole), f"found {int(rows['length'].sum())} targets in {len(rows)} rows, expected {expected} end to end"
-    )
+def every_target_once(rows: pd.DataFrame, stream: Mapping[str, int], masked: np.ndarray = NONE) -> Verdict:
+    """Whether the rows lie apart from each other and hold all targets of the stream that carry loss."""
+    expected = stream["end"] - stream["begin"] - 1 - stream.get("masked", 0)
+    found = int(learned_targets(rows, masked).sum())
+    starts, ends = rows["start"].to_numpy(), (rows["start"] + rows["length"]).to_numpy()
+    apart = bool((starts[1:] >= ends[:-1]).all()) and starts[0] >= stream["begin"] and ends[-1] < stream["end"]
+    how = "apart" if apart else "that overlap or reach outside"
+    return Verdict(apart and found == expected, f"found {found} targets in {len(rows)} rows {how}, expected {expected}")
+
+
+def logged(context: dg.AssetExecutionContext) -> Report:
+    """Return a function that logs progress every so many seconds."""
+    last = time.monotonic()
+
+    def report(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LOG_SECONDS:
+            last = time.monotonic()
+            context.log.info(describe(progress))
+
+    return report
 
 
 def corpus_metadata(made: CorpusManifest, documents: pd.DataFrame) -> dict[str, Any]:

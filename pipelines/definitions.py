@@ -2,9 +2,9 @@
 
 import dagster as dg
 
-from pipelines import automation, data, evaluation, training
+from pipelines import automation, data, evaluation, generation, training
 from pipelines.io import Pointers
-from pipelines.resources import Storage
+from pipelines.resources import Accelerator, Storage
 
 storage = Storage.configure_at_launch()
 
@@ -17,8 +17,13 @@ definitions = dg.Definitions(
         training.weights_mirror,
         training.trained_weights,
         evaluation.perplexity,
+        generation.samples,
     ],
-    resources={"storage": storage, "io_manager": Pointers(storage=storage)},
+    resources={
+        "storage": storage,
+        "accelerator": Accelerator.configure_at_launch(),
+        "io_manager": Pointers(storage=storage),
+    },
     jobs=[automation.train, automation.evaluate, automation.smoke],
     schedules=[automation.retrain],
 )

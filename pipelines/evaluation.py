@@ -1,8 +1,8 @@
 """How good the weights are: the asset perplexity."""
 
 import math
-import re
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,19 @@ import pandas as pd
 from mamba_ops.baselines import baselines
 from mamba_ops.checkpoint import load_model
 from mamba_ops.corpus import DOCUMENTS, SPLITS
-from mamba_ops.cpu import open_cpu
 from mamba_ops.evaluate import Evaluation
 from mamba_ops.evaluate import perplexity as evaluate
 from mamba_ops.fingerprint import atomic_directory, write_json
-from mamba_ops.generate import generate
-from mamba_ops.tokenizer import encode_texts, load_tokenizer
-from mamba_ops.tokens import open_ids
+from mamba_ops.generate import continuation
+from mamba_ops.mirror import Mirror
+from mamba_ops.ops import Ops
+from mamba_ops.tokenized import open_ids
+from mamba_ops.tokenizer import load_tokenizer
 from pipelines.checks import Events, Verdict, blocking, passed, reported
 from pipelines.configuration import EvaluateRun, identity
 from pipelines.io import Manifest, draft, output, publish
-from pipelines.pictures import table
-from pipelines.resources import Storage
+from pipelines.pictures import quoted, table
+from pipelines.resources import Accelerator, Storage
 from pipelines.training import same_tokenizer
 
 RESULT, SAMPLE = "perplexity.json", "sample.txt"
@@ -36,6 +37,7 @@ SHOWN = 20
     code_version="1",
     group_name="model",
     kinds={"numpy", "json"},
+    pool="accelerator",
     check_specs=blocking(
         "perplexity",
         perplexity_finite="The perplexity is a finite number.",
@@ -47,6 +49,7 @@ def perplexity(
     context: dg.AssetExecutionContext,
     config: EvaluateRun,
     storage: Storage,
+    accelerator: Accelerator,
     trained_weights: Manifest,
     tokenized_corpus: Manifest,
     tokenizer: Manifest,
@@ -54,16 +57,17 @@ def perplexity(
     """Perplexity on the validation documents, beside models that only count and the weights before training."""
     same_tokenizer(trained_weights, tokenized_corpus, tokenizer)
     ids, training, validation = open_documents(tokenized_corpus)
-    before = measured(trained_weights.root / trained_weights.facts["base_folder"], ids, validation, config)
-    after = measured(trained_weights.path, ids, validation, config)
-    counted = baselines(ids, training, validation, tokenizer.facts["vocab_size"])
-    yield from passed(
-        "perplexity",
-        perplexity_finite=lambda: perplexity_finite(after),
-        better_than_baseline=lambda: better_than_baseline(after, config.baseline, counted),
-    )
+    with accelerator.opened(context) as (ops, *_):
+        before = measured(ops, trained_weights.root / trained_weights.facts["base_folder"], ids, validation, config)
+        after = measured(ops, trained_weights.path, ids, validation, config)
+        counted = baselines(ids, training, validation, tokenizer.facts["vocab_size"])
+        yield from passed(
+            "perplexity",
+            perplexity_finite=lambda: perplexity_finite(after),
+            better_than_baseline=lambda: better_than_baseline(after, config.baseline, counted),
+        )
+        sample = sampled_text(ops, config, trained_weights, tokenizer)
     result = summary(counted, before, after)
-    sample = sampled_text(config, trained_weights, tokenizer)
     with draft(storage.path, "perplexity") as folder:
         with atomic_directory(folder) as made:
             write_json(made / RESULT, result)
@@ -80,30 +84,22 @@ def open_documents(tokenized_corpus: Manifest) -> tuple[np.ndarray, pd.DataFrame
     return open_ids(tokenized_corpus.path), training, validation
 
 
-def measured(folder: Path, ids: np.ndarray, documents: pd.DataFrame, config: EvaluateRun) -> Evaluation:
+def measured(ops: Ops, folder: Path, ids: np.ndarray, documents: pd.DataFrame, config: EvaluateRun) -> Evaluation:
     """Evaluate a folder's weights on the documents."""
     model, weights = load_model(folder)
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite fails the check
-        return evaluate(open_cpu(), weights, model, ids, documents, config)
+    with (
+        closing(Mirror(ops, weights)) as mirror,
+        np.errstate(over="ignore", invalid="ignore", divide="ignore"),  # what is not finite fails the check
+    ):
+        return evaluate(ops, mirror.params, model, ids, documents, config)
 
 
-def sampled_text(config: EvaluateRun, trained_weights: Manifest, tokenizer: Manifest) -> str:
+def sampled_text(ops: Ops, config: EvaluateRun, trained_weights: Manifest, tokenizer: Manifest) -> str:
     """Return the prompt as one document's beginning, and what the model makes of it."""
     model, weights = load_model(trained_weights.path)
     words, end = load_tokenizer(tokenizer.path), tokenizer.facts["end_of_text_id"]
-    prompt = [end, *np.concatenate([*encode_texts(words, [config.prompt])]).tolist()]
-    new = generate(
-        open_cpu(),
-        weights,
-        model,
-        prompt,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        seed=config.seed,
-        stop_id=end,
-        vocab_limit=tokenizer.facts["vocab_size"],
-    )
-    return words.decode([*prompt[1:], *new])
+    with closing(Mirror(ops, weights)) as mirror:
+        return config.prompt + "".join(continuation(ops, mirror.params, model, words, end, config.prompt, config))
 
 
 def perplexity_finite(after: Evaluation) -> Verdict:
@@ -145,7 +141,6 @@ def perplexity_metadata(
     """Return the perplexities as numbers and as a table, the sample, and the documents that are hardest."""
     each = pd.DataFrame({"source": documents["source"], "tokens": after.document_tokens})
     each["nats_per_token"] = (after.document_nll / after.document_tokens).round(4)
-    fence = "`" * (1 + max(map(len, re.findall("`+", sample)), default=2))
     return {
         "perplexity": result["after"],
         "bits_per_byte": result["bits_per_byte"],
@@ -153,5 +148,5 @@ def perplexity_metadata(
         "target_tokens": result["tokens"],
         "perplexities": table([{"model": name, "perplexity": shown(result[name])} for name in MODELS]),
         "hardest_documents": table(each.nlargest(SHOWN, "nats_per_token").to_dict("records")),
-        "sample": dg.MetadataValue.md(f"{fence}text\n{sample}\n{fence}"),
+        "sample": dg.MetadataValue.md(quoted(sample)),
     }

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,3 +86,9 @@ def _png(figure: Figure, black_and_white: bool = False) -> bytes:
 
 def _markdown(title: str, png: bytes) -> str:
     return f"![{title}](data:image/png;base64,{base64.b64encode(png).decode()})"
+
+
+def quoted(text: str) -> str:
+    """Return text as a block of markdown that shows it as it is."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=2))
+    return f"{fence}text\n{text}\n{fence}"

@@ -1,6 +1,7 @@
 """Weights: the assets weights_mirror and trained_weights."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,22 @@ import pandas as pd
 from mamba_ops.checkpoint import fingerprint as weights_fingerprint
 from mamba_ops.checkpoint import load_model, save_model
 from mamba_ops.config import BatchesConfig, MambaConfig, new_model_config
-from mamba_ops.cpu import open_cpu
 from mamba_ops.fingerprint import digest, write_json
 from mamba_ops.metrics import StepMetrics, mean_loss, read_history
+from mamba_ops.ops import Ops
 from mamba_ops.parameters import count, init, resize_embeddings
 from mamba_ops.tokenizer import TOKENIZER, load_tokenizer, tokenizer_fingerprint
 from mamba_ops.train import TokenRows, start, train
 from mamba_ops.training_data import data_fingerprint, open_rows
-from mamba_ops.training_state import TrainingState, run_identity
+from mamba_ops.training_state import TrainingState, ops_before, run_identity
 from pipelines.before import announced
 from pipelines.checks import Events, Verdict, blocking, passed, reported
 from pipelines.configuration import TrainRun, WeightsRun, identity
 from pipelines.io import Manifest, draft, output, publish
 from pipelines.pictures import plot, sketch, table, thinned
 from pipelines.progress import watched
-from pipelines.resources import Storage
+from pipelines.resources import Accelerator, Storage
+from pipelines.sides import both_sides, mirror_agrees, sides_metadata
 
 CODE = "1"
 """Raised when a change of the code changes trained weights: runs of older code are then not continued."""
@@ -40,29 +42,41 @@ WALL_CLOCK = ("seconds", "elapsed_seconds")
     code_version="1",
     group_name="model",
     kinds={"numpy", "safetensors"},
+    pool="accelerator",
     check_specs=blocking(
         "weights_mirror",
         weights_finite="Every weight is a finite number.",
+        mirror_agrees="The device holds the same weights as the host, and computes the same logits.",
         ids_have_rows="Every id of the tokenizer has a row in the embedding.",
     ),
 )
 @reported
 def weights_mirror(
-    context: dg.AssetExecutionContext, config: WeightsRun, storage: Storage, tokenizer: Manifest
+    context: dg.AssetExecutionContext,
+    config: WeightsRun,
+    storage: Storage,
+    accelerator: Accelerator,
+    tokenizer: Manifest,
 ) -> Events:
-    """Base weights, from a checkpoint or from a seed, as a Hugging Face folder."""
+    """Base weights, from a checkpoint or from a seed, as a Hugging Face folder; on a device the same as on the host."""
     model, weights = base_weights(config, tokenizer)
+    with accelerator.opened(context) as opened:
+        sides = both_sides(opened, model, weights)
     with draft(storage.path, "weights_mirror") as folder:
         yield from passed(
             "weights_mirror",
             weights_finite=lambda: weights_finite(weights),
+            mirror_agrees=lambda: mirror_agrees(sides),
             ids_have_rows=lambda: ids_have_rows(model, tokenizer),
         )
         save_model(folder, model, weights, tokenizer.path / TOKENIZER)
-        content = {"weights": weights_fingerprint(weights), "model": model.model_dump(mode="json")}
-        facts = content | {"tokenizer": tokenizer.facts["fingerprint"]}
-        manifest = publish(storage.path, "weights_mirror", folder, content, identity(config), [tokenizer], facts)
-    yield output(manifest, weights_metadata(model, weights))
+        content = {
+            "weights": weights_fingerprint(weights),
+            "model": model.model_dump(mode="json"),
+            "tokenizer": tokenizer.facts["fingerprint"],
+        }
+        manifest = publish(storage.path, "weights_mirror", folder, content, identity(config), [tokenizer], content)
+    yield output(manifest, weights_metadata(model, weights) | sides_metadata(opened, sides))
 
 
 @dg.asset(
@@ -81,6 +95,7 @@ def trained_weights(
     context: dg.AssetExecutionContext,
     config: TrainRun,
     storage: Storage,
+    accelerator: Accelerator,
     token_batches: Manifest,
     weights_mirror: Manifest,
 ) -> Events:
@@ -91,9 +106,11 @@ def trained_weights(
     batches = BatchesConfig(**{name: facts[name] for name in BatchesConfig.model_fields})
     state = start(*load_model(weights_mirror.path))
     run = storage.path / RUNS / run_name(state, config, batches, rows)
-    ops = open_cpu()
-    expected = announced(context, state, rows, config, batches, ops, run)
-    watched(context, train(state, rows, config, batches, ops=ops, folder=run), state, run, config.logging_seconds)
+    with accelerator.opened(context) as (ops, *_):
+        continued(context, run, ops)
+        expected = announced(context, state, rows, config, batches, ops, run)
+        with closing(train(state, rows, config, batches, ops=ops, folder=run)) as steps:
+            watched(context, steps, state, run, config.logging_seconds)
     history = read_history(run)
     with draft(storage.path, "trained_weights") as folder:
         yield from passed(
@@ -107,9 +124,9 @@ def trained_weights(
         write_json(folder / METRICS, reproducible(history))
         model = state.config.model_dump(mode="json")
         content = {"weights": weights_fingerprint(state.params), "model": model, "saved_as": [dtype, size]}
-        facts = content | weights_facts(state, weights_mirror)
+        content |= weights_facts(state, weights_mirror)
         inputs = [token_batches, weights_mirror]
-        manifest = publish(storage.path, "trained_weights", folder, content, identity(config), inputs, facts)
+        manifest = publish(storage.path, "trained_weights", folder, content, identity(config), inputs, content)
     yield output(manifest, expected | training_metadata(state, history, run))
 
 
@@ -121,8 +138,9 @@ def base_weights(config: WeightsRun, tokenizer: Manifest) -> tuple[MambaConfig, 
     if not config.checkpoint:
         model = new_model_config(config, tokenizer.facts["vocab_size"], tokenizer.facts["end_of_text_id"])
         return model, init(model, config.seed)
-    model, weights = load_model(config.checkpoint)
-    own = Path(config.checkpoint) / TOKENIZER
+    folder = Path(config.checkpoint).expanduser()
+    model, weights = load_model(folder)
+    own = folder / TOKENIZER
     if own.is_file():
         check_tokenizer(own, tokenizer, config.resize_embeddings)
     if config.resize_embeddings:
@@ -148,6 +166,13 @@ def check_tokenizer(own: Path, tokenizer: Manifest, may_extend: bool) -> None:
             f"{own}: found {token!r} with the id {moved[token]} ({len(moved)} tokens differ), expected "
             f"{ids.get(token)} as in the asset tokenizer, which with resize_embeddings may only have more tokens"
         )
+
+
+def continued(context: dg.AssetExecutionContext, run: Path, ops: Ops) -> None:
+    """Warn where a run goes on with other ops than those its newest checkpoint was made with."""
+    before = ops_before(run)
+    if before not in ("", ops.name):
+        context.log.warning(f"{ops.name} continues what {before} began: from here on not bit for bit the same run")
 
 
 def run_name(state: TrainingState, config: TrainRun, batches: BatchesConfig, rows: TokenRows) -> str:

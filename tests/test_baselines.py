@@ -25,9 +25,7 @@ def lay_out(*splits):
         for document in documents:
             offsets.append(len(ids))
             ids += [*document, E]
-        tables.append(
-            pd.DataFrame({"offset": offsets, "tokens": [len(d) for d in documents]}, dtype=np.int64)
-        )
+        tables.append(pd.DataFrame({"offset": offsets, "tokens": [len(d) for d in documents]}, dtype=np.int64))
     return np.array(ids, np.uint32), *tables
 
 

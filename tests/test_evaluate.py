@@ -116,9 +116,7 @@ def test_case_27_smallest_input(dtype):
     batch = Batch(np.zeros((1, 3), np.int64), np.array([[0, 2, 1]]), np.arange(3, dtype=np.uint32)[None])
     with ops.scope():
         nll = ops.read(
-            ops.linear_cross_entropy_forward(
-                ops.rows(batch), logits, {"head": np.eye(3, dtype=dtype)}, "head"
-            )
+            ops.linear_cross_entropy_forward(ops.rows(batch), logits, {"head": np.eye(3, dtype=dtype)}, "head")
         )
     rtol = 1e-6 if dtype is np.float32 else 1e-9
     np.testing.assert_allclose(nll, [0.1698460196, 1.5514447139, 1.0986122887], rtol=rtol)

@@ -16,6 +16,8 @@ from mamba_ops.cpu.workspace import Workspace
 class CpuOps(Workspace):
     """`ops.Ops` on the CPU: the functions of this folder over one workspace."""
 
+    name = "NumPy"
+
     adamw = adamw
     causal_conv1d_backward = causal_conv1d_backward
     causal_conv1d_forward = causal_conv1d_forward

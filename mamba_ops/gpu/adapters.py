@@ -18,10 +18,14 @@ DRIVERS = (
 
 
 class Choice(NamedTuple):
-    """The adapter that was chosen, None for the NumPy side, and why in one line."""
+    """The adapter that was chosen, None for the NumPy side, and why in one line.
+
+    number: which it is of those with the same name and backend.
+    """
 
     adapter: wgpu.GPUAdapter | None
     reason: str
+    number: int = 0
 
 
 def list_adapters() -> list[wgpu.GPUAdapter]:
@@ -55,7 +59,7 @@ def choose(wanted: str | int = "auto") -> Choice:
     if wanted in ("auto", "gpu"):
         hardware = [adapter for adapter in found if not is_software(adapter)]
         if hardware:
-            return Choice(hardware[0], f"found {describe(hardware[0])}")
+            return Choice(hardware[0], f"found {describe(hardware[0])}", _number(hardware[0], found))
         if wanted == "auto":
             return Choice(None, f"no hardware adapter ({_listing(found)}): NumPy runs the model on the processor")
         raise DeviceError(f"adapter 'gpu': no hardware adapter; found: {_listing(found)}; {DRIVERS}")
@@ -65,7 +69,7 @@ def choose(wanted: str | int = "auto") -> Choice:
         matches = [adapter for adapter in found if wanted.lower() in describe(adapter).lower()]
     if not matches:
         raise DeviceError(f"adapter {wanted!r}: no such name or index; found: {_listing(found)}; {DRIVERS}")
-    return Choice(matches[0], f"adapter {wanted!r} is {describe(matches[0])}")
+    return Choice(matches[0], f"adapter {wanted!r} is {describe(matches[0])}", _number(matches[0], found))
 
 
 def safe_without_checks(adapter: wgpu.GPUAdapter) -> bool:
@@ -99,6 +103,11 @@ def _rank(adapter: wgpu.GPUAdapter) -> tuple[int, int, int]:
     kind, backend = info["adapter_type"], info["backend_type"]
     kinds = HARDWARE.index(kind) if kind in HARDWARE else len(HARDWARE)
     return int(is_software(adapter)), BACKENDS.index(backend) if backend in BACKENDS else len(BACKENDS), kinds
+
+
+def _number(adapter: wgpu.GPUAdapter, found: list[wgpu.GPUAdapter]) -> int:
+    same = [other for other in found if describe(other) == describe(adapter)]
+    return next(i for i, other in enumerate(same) if other is adapter)
 
 
 def _listing(adapters: list[wgpu.GPUAdapter]) -> str:

@@ -1,7 +1,7 @@
 """The GPU side of `ops.Ops`, in float32."""
 
 from mamba_ops.gpu.adamw import adamw
-from mamba_ops.gpu.adapters import choose, open_device
+from mamba_ops.gpu.adapters import choose, describe, open_device
 from mamba_ops.gpu.causal_conv1d import causal_conv1d_backward, causal_conv1d_forward
 from mamba_ops.gpu.device import Device, DeviceError
 from mamba_ops.gpu.embedding import embedding_backward, embedding_forward
@@ -23,11 +23,18 @@ class GpuOps(GpuWorkspace):
         super().__init__(device, poison)
         self._owner = owner
 
+    @property
+    def name(self) -> str:
+        """The adapter's name, driver, kind and backend."""
+        return describe(self.device.adapter)
+
     def close(self) -> None:
         """Free every array, and close the device where these ops own it."""
-        super().close()
-        if self._owner:
-            self.device.close()
+        try:
+            super().close()
+        finally:
+            if self._owner:
+                self.device.close()
 
     adamw = adamw
     causal_conv1d_backward = causal_conv1d_backward
@@ -57,7 +64,7 @@ def open_gpu(
     adapter and the options are those of `adapters.choose` and `adapters.open_device`. Raises DeviceError where the
     adapter asked for is not there, or is none (`cpu`, and `auto` without hardware).
     """
-    found, reason = choose(adapter)
+    found, reason, _ = choose(adapter)
     if found is None:
         raise DeviceError(f"adapter {adapter!r}: {reason}; open_cpu opens that side")
     device = open_device(found, checks=checks, subgroups=subgroups, binding_limit=binding_limit)

@@ -1,6 +1,7 @@
 """What the GPU tests share: one opened adapter for each set of options, and the comparison with the NumPy side.
 
-The adapter is the one that MAMBA_TEST_ADAPTER names (`llvmpipe` unless set); without it the tests are skipped.
+The adapter is the one that MAMBA_TEST_ADAPTER names; where it is missing, the tests fail. Unset it is `llvmpipe`, and
+where that is missing, they are skipped.
 """
 
 import os
@@ -28,6 +29,8 @@ def adapter():
     try:
         return choose(ADAPTER).adapter
     except DeviceError as error:
+        if "MAMBA_TEST_ADAPTER" in os.environ:
+            pytest.fail(f"MAMBA_TEST_ADAPTER: {error}", pytrace=False)
         pytest.skip(str(error))
 
 

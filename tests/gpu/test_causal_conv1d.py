@@ -9,7 +9,6 @@ import pytest
 
 from mamba_ops.cpu import open_cpu
 from mamba_ops.gpu import causal_conv1d
-from mamba_ops.gpu.gradients import DeviceGradients
 from mamba_ops.gradients import GradientBuffers
 from mamba_ops.ops import Batch, Columns, LayerState
 
@@ -111,9 +110,9 @@ def device_state(ops, conv: Conv) -> LayerState:
     return state
 
 
-def fresh_gradients(ops, params, need) -> DeviceGradients:
+def fresh_gradients(ops, params, need) -> GradientBuffers:
     """Gradient buffers that hold NaN: their first use must overwrite."""
-    grads = DeviceGradients(ops, params, need)
+    grads = GradientBuffers(params, need, ops)
     for array in grads.arrays.values():
         ops.write_parameter(array, np.full(array.shape, np.nan, np.float32))
     return grads
@@ -145,7 +144,7 @@ def ops(request, gpu_with):
 
 @pytest.mark.parametrize("d_inner", [1, 3, 64, 65])
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 63, 64, 65, 127, 128, 129, 255, 256, 257])
-def test_case_01_every_length_and_width(ops, assert_all_close, seq_len, d_inner):
+def test_case_1_every_length_and_width(ops, assert_all_close, seq_len, d_inner):
     shape = 1, seq_len, d_inner
     assert_all_close(on_device(ops, random_conv(*shape), carried=True), cached_on_cpu(*shape, carried=True))
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from mamba_ops.cpu import open_cpu
-from mamba_ops.gpu.gradients import DeviceGradients
 from mamba_ops.gradients import GradientBuffers
 from mamba_ops.ops import Batch
 from mamba_ops.parameters import EMBEDDING
@@ -19,7 +18,7 @@ def rows_of(ops, ids):
 
 def poisoned(ops, params):
     """Gradient buffers that hold NaN, as from a step before."""
-    grads = DeviceGradients(ops, params, params)
+    grads = GradientBuffers(params, params, ops)
     for array in grads.arrays.values():
         ops.write_parameter(array, np.full(array.shape, np.nan, np.float32))
     return grads
@@ -122,7 +121,7 @@ def test_case_48_row_parts_change_nothing(gpu, monkeypatch, limit):
 
 
 def test_a_frozen_embedding_gets_no_gradient(gpu_once):
-    grads = DeviceGradients(gpu_once, {}, ())
+    grads = GradientBuffers({}, (), gpu_once)
     gpu_once.embedding_backward(gpu_once.empty(2, 2), rows_of(gpu_once, [0, 1]), EMBEDDING, grads, ())
     assert grads.arrays == {}
 

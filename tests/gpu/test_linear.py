@@ -6,7 +6,6 @@ import pytest
 from mamba_ops.cpu import open_cpu
 from mamba_ops.gpu import linear
 from mamba_ops.gpu.device import DeviceError
-from mamba_ops.gpu.gradients import DeviceGradients
 from mamba_ops.gpu.workspace import Range, range_of
 from mamba_ops.gradients import GradientBuffers
 from mamba_ops.ops import Columns
@@ -61,7 +60,7 @@ def test_forward_and_backward(ops, assert_close, T, width, columns):
         wanted = cpu.linear_forward(x.astype(np.float64), wide, "w", bias, wide_extra)
         assert_close(ops.read(y), wanted, 1e-4, f"y, {bias=}")
 
-    grads, wanted = DeviceGradients(ops, params, params), GradientBuffers(wide, wide)
+    grads, wanted = GradientBuffers(params, params, ops), GradientBuffers(wide, wide)
     dx, wide_dx = ops.upload(start), start.astype(np.float64)
     for add in (False, True):
         ops.linear_backward(ops.upload(dy), ops.upload(x), params, "w", "b", grads, params, dx, add)
@@ -172,7 +171,7 @@ def test_case_48_weights_in_row_parts(ops, assert_close, monkeypatch):
     y = ops.linear_forward(ops.upload(x), params, EMBEDDING, residual=ops.upload(residual))
     X, W, dY = (array.astype(np.float64) for array in (x, host[EMBEDDING], dy))
     assert_close(ops.read(y), X @ W.T + residual.astype(np.float64), 1e-5)
-    grads, dx = DeviceGradients(ops, params, params), ops.empty(11, 8)
+    grads, dx = GradientBuffers(params, params, ops), ops.empty(11, 8)
     for _ in range(2):
         ops.linear_backward(ops.upload(dy), ops.upload(x), params, EMBEDDING, None, grads, params, dx)
     assert_close(ops.read(grads.arrays[EMBEDDING]), 2 * dY.T @ X, 1e-5)

@@ -6,7 +6,6 @@ import pytest
 from mamba_ops.cpu import open_cpu
 from mamba_ops.gpu import linear_cross_entropy as module
 from mamba_ops.gpu.device import DeviceError
-from mamba_ops.gpu.gradients import DeviceGradients
 from mamba_ops.gradients import GradientBuffers
 from mamba_ops.ops import IGNORED, Batch
 from mamba_ops.parameters import EMBEDDING
@@ -32,7 +31,7 @@ def inputs(T, vocab_size, d_model, scale=1.0):
 def on_device(ops, x, w, targets, calls=1):
     """losses, dx, and dweight after so many calls on buffers that hold NaN."""
     params = {EMBEDDING: ops.upload_parameter(EMBEDDING, w)}
-    grads = DeviceGradients(ops, params, params)
+    grads = GradientBuffers(params, params, ops)
     ops.write_parameter(grads.arrays[EMBEDDING], np.full(w.shape, np.nan, np.float32))
     rows, inputs, dx = rows_of(ops, targets), ops.upload(x), ops.empty(*x.shape)
     for _ in range(calls):
@@ -95,10 +94,10 @@ def test_frozen_head_or_no_dx(gpu_once, assert_close):
     x, w, targets = inputs(9, 11, 5)
     _, dx, dweight = on_cpu(x, w, targets)
     params, rows, inputs_ = {EMBEDDING: gpu_once.upload(w)}, rows_of(gpu_once, targets), gpu_once.upload(x)
-    found, none = gpu_once.empty(9, 5), DeviceGradients(gpu_once, {}, ())
+    found, none = gpu_once.empty(9, 5), GradientBuffers({}, (), gpu_once)
     gpu_once.linear_cross_entropy_forward(rows, inputs_, params, EMBEDDING, none, (), found)
     assert_close(gpu_once.read(found), dx, 1e-3)
-    grads = DeviceGradients(gpu_once, params, params)
+    grads = GradientBuffers(params, params, gpu_once)
     gpu_once.linear_cross_entropy_forward(rows, inputs_, params, EMBEDDING, grads, params)
     assert_close(gpu_once.read(grads.arrays[EMBEDDING]), dweight, 1e-3)
 

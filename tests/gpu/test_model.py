@@ -5,16 +5,15 @@ import pandas as pd
 import pytest
 
 from mamba_ops import gradcheck, model, optimizer
-from mamba_ops.config import EvaluateConfig, MambaConfig, TrainConfig
+from mamba_ops.config import EvaluateConfig, GenerateConfig, MambaConfig, TrainConfig
 from mamba_ops.cpu import open_cpu
 from mamba_ops.evaluate import perplexity
 from mamba_ops.generate import generate
 from mamba_ops.gpu.device import DeviceError
 from mamba_ops.gpu.gpu_ops import open_gpu
-from mamba_ops.gpu.gradients import DeviceGradients, device_moments
 from mamba_ops.gradients import GradientBuffers
 from mamba_ops.ops import Batch
-from mamba_ops.optimizer import adam_state
+from mamba_ops.optimizer import AdamState, adam_state
 from mamba_ops.parameters import EMBEDDING, LM_HEAD, init
 from mamba_ops.train import train_step
 
@@ -58,7 +57,7 @@ def uploaded(ops, params):
 def gradients(ops, params, config, batches, need=None, checkpointing=False):
     """The summed loss and every gradient on the host; first uses overwrite buffers that hold NaN."""
     on_device = uploaded(ops, params)
-    grads = DeviceGradients(ops, on_device, params if need is None else need)
+    grads = GradientBuffers(on_device, params if need is None else need, ops)
     for array in grads.arrays.values():
         ops.write_parameter(array, np.full(array.shape, np.nan, np.float32))
     total = 0.0
@@ -211,7 +210,7 @@ def test_case_48_forced_small_limit(gpu, assert_close, monkeypatch, tied):
 
 def device_training(ops, params, names):
     on_device = uploaded(ops, params)
-    return on_device, DeviceGradients(ops, on_device, names), device_moments(ops, on_device, names)
+    return on_device, GradientBuffers(on_device, names, ops), AdamState({}, {})
 
 
 def host_training(params, names):
@@ -309,7 +308,7 @@ def test_case_13_a_non_finite_step_changes_nothing(gpu):
             gpu, on_device, config, [random_batch(config, 2, 19)], grads, state, settings, 1e-2, list(params)
         )
     assert "nan" in result.skipped
-    assert set(state.counts.values()) == {0}
+    assert state == AdamState({}, {})
     for name, value in params.items():
         assert gpu.read(on_device[name]).tobytes() == value.tobytes()
 
@@ -328,12 +327,12 @@ def test_perplexity_agrees_window_by_window(gpu):
 
 
 def test_greedy_text_is_the_same(gpu_once):
-    config, options = configuration("untied"), {"max_new_tokens": 30, "temperature": 0.0, "seed": 0}
+    config, options = configuration("untied"), GenerateConfig(max_new_tokens=30, temperature=0)
     params = random_parameters(config)
     cpu, prompt = open_cpu(np.float64, threads=1), [3, 1, 4, 1, 5]
     with gpu_once.scope():
-        found = list(generate(gpu_once, uploaded(gpu_once, params), config, prompt, **options))
-    assert found == list(generate(cpu, doubled(params), config, prompt, **options))
+        found = list(generate(gpu_once, uploaded(gpu_once, params), config, prompt, options))
+    assert found == list(generate(cpu, doubled(params), config, prompt, options))
 
 
 def test_case_48_the_real_embedding(gpu_once, assert_close, monkeypatch):
@@ -345,7 +344,7 @@ def test_case_48_the_real_embedding(gpu_once, assert_close, monkeypatch):
     ids, targets = np.array([[0, 50_279, 43_690]]), np.array([[50_279, 1, 43_689]])
     params = {EMBEDDING: gpu_once.upload_parameter(EMBEDDING, weight)}
     assert [part.rows * 768 * 4 <= 1 << 27 for part in params[EMBEDDING].parts] == [True, True]
-    grads, state = DeviceGradients(gpu_once, params, params), device_moments(gpu_once, params, params)
+    grads, state = GradientBuffers(params, params, gpu_once), AdamState({}, {})
     rows = gpu_once.rows(Batch(ids, targets, np.zeros((1, 3), np.uint32)))
 
     out, dx, inputs = gpu_once.empty(3, 768), gpu_once.empty(3, 768), gpu_once.upload(x)

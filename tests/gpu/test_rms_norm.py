@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from mamba_ops.cpu import open_cpu
-from mamba_ops.gpu.gradients import DeviceGradients
 from mamba_ops.gradients import GradientBuffers
 
 SHAPES = [(1, 1), (1, 7), (3, 5), (64, 2), (65, 33), (67, 127), (5, 128), (131, 129), (2, 769), (600, 3)]
@@ -20,7 +19,7 @@ def inputs(T, d_model):
 def on_device(ops, x, w, dy, start, calls=1):
     """y, dweight after so many backward calls, dx written, dx added to `start`."""
     params = {"w": ops.upload(w)}
-    grads = DeviceGradients(ops, params, params)
+    grads = GradientBuffers(params, params, ops)
     ops.write_parameter(grads.arrays["w"], np.full(w.shape, np.nan, np.float32))
     upstream, written, added = ops.upload(dy), ops.empty(*x.shape), ops.upload(start)
     y, saved = ops.rms_norm_forward(ops.upload(x), params, "w", EPSILON)
@@ -66,7 +65,7 @@ def test_a_frozen_weight_takes_no_gradient(gpu_once):
     x, w, dy, _ = inputs(3, 5)
     params, dx = {"w": gpu_once.upload(w)}, gpu_once.empty(3, 5)
     _, saved = gpu_once.rms_norm_forward(gpu_once.upload(x), params, "w", EPSILON)
-    gpu_once.rms_norm_backward(gpu_once.upload(dy), saved, DeviceGradients(gpu_once, {}, ()), (), dx, add=False)
+    gpu_once.rms_norm_backward(gpu_once.upload(dy), saved, GradientBuffers({}, (), gpu_once), (), dx, add=False)
     assert np.isfinite(gpu_once.read(dx)).all()
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from mamba_ops.cpu import open_cpu
 from mamba_ops.gpu import selective_scan
-from mamba_ops.gpu.gradients import DeviceGradients
 from mamba_ops.gradients import GradientBuffers
 from mamba_ops.ops import Batch, Columns, LayerState
 
@@ -124,9 +123,9 @@ def on_device(ops, scan: Scan, carried=False, need=NAMES, grads=None, apart=Fals
     return shaped | {name: ops.read(array) for name, array in grads.arrays.items()} | state_out
 
 
-def fresh_gradients(ops, params, need) -> DeviceGradients:
+def fresh_gradients(ops, params, need) -> GradientBuffers:
     """Gradient buffers that hold NaN: their first use must overwrite."""
-    grads = DeviceGradients(ops, params, need)
+    grads = GradientBuffers(params, need, ops)
     for array in grads.arrays.values():
         ops.write_parameter(array, np.full(array.shape, np.nan, np.float32))
     return grads
@@ -152,13 +151,13 @@ def assert_same(found, wanted, names=OUTPUTS, t=None):
 
 @pytest.mark.parametrize("d_inner", [1, 3, 64, 65])
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 63, 64, 65, 127, 128, 129, 255, 256, 257])
-def test_case_01_every_length_and_width(gpu, assert_all_close, seq_len, d_inner):
+def test_case_1_every_length_and_width(gpu, assert_all_close, seq_len, d_inner):
     shape = 1, seq_len, d_inner
     assert_all_close(on_device(gpu, random_scan(*shape), carried=True), cached_on_cpu(*shape, carried=True))
 
 
 @pytest.mark.parametrize("subgroups", [True, False])
-def test_case_01_smallest_input(gpu_with, assert_all_close, subgroups):
+def test_case_1_smallest_input(gpu_with, assert_all_close, subgroups):
     scan = random_scan(1, 3, 1, 2)
     params = scan.params | {"delta_bias": np.full(1, -1, np.float32)}
     scan = replace(scan, params=params, dy=np.ones_like(scan.dy))

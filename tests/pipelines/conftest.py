@@ -12,8 +12,8 @@ from .running import Finished, run, tiny, write_texts
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch):
-    """No instance and no root from outside."""
-    for name in ("DAGSTER_HOME", "MAMBA_DATA"):
+    """No instance, no root and no adapter from outside."""
+    for name in ("DAGSTER_HOME", "MAMBA_DATA", "MAMBA_ADAPTER"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -25,6 +25,7 @@ ASSETS = (
     "weights_mirror",
     "trained_weights",
     "perplexity",
+    "samples",
 )
 
 
@@ -62,7 +63,10 @@ def tiny(texts: Path, root: Path) -> dict[str, Any]:
     return {
         "execution": {"config": {"in_process": {}}},
         "loggers": {"console": {"config": {"log_level": "ERROR"}}},
-        "resources": {"storage": {"config": {"root": str(root)}}},
+        "resources": {
+            "storage": {"config": {"root": str(root)}},
+            "accelerator": {"config": {"adapter": "cpu"}},
+        },
         "ops": {
             "corpus": {"config": {"paths": [str(texts)], "validation_fraction": 0.3}},
             "tokenizer": {"config": {"vocab_size": 280}},
@@ -70,6 +74,7 @@ def tiny(texts: Path, root: Path) -> dict[str, Any]:
             "weights_mirror": {"config": {"hidden_size": 8, "num_hidden_layers": 1, "state_size": 4}},
             "trained_weights": {"config": {"learning_rate": "3e-2", "max_steps": 12, "save_steps": 5}},
             "perplexity": {"config": {"baseline": "none", "max_new_tokens": 8}},
+            "samples": {"config": {"prompts": ["the state", ""], "max_new_tokens": 8}},
         },
     }
 
@@ -126,7 +131,9 @@ def pointers(root: Path) -> dict[str, Manifest]:
 
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment of a fresh process: imports from the repository, another hash seed, no instance."""
-    kept = {key: value for key, value in os.environ.items() if key not in ("DAGSTER_HOME", "MAMBA_DATA")}
+    kept = {
+        key: value for key, value in os.environ.items() if key not in ("DAGSTER_HOME", "MAMBA_DATA", "MAMBA_ADAPTER")
+    }
     return kept | {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": QUIET, "PYTHONHASHSEED": "7", **changes}
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from mamba_ops.evaluate import Evaluation
-from mamba_ops.tokens import IDS
+from mamba_ops.tokenized import IDS
 from pipelines import data, evaluation, training
 from pipelines.checks import Verdict
 from pipelines.data import documents_exist, every_target_once, ids_in_range, splits_disjoint
@@ -32,8 +32,9 @@ CHILDREN = {
     "tokenized_corpus": {"token_batches", "perplexity"},
     "token_batches": {"trained_weights"},
     "weights_mirror": {"trained_weights"},
-    "trained_weights": {"perplexity"},
+    "trained_weights": {"perplexity", "samples"},
     "perplexity": set(),
+    "samples": set(),
 }
 
 
@@ -51,6 +52,7 @@ def other(config):
             "token_batches": {"seq_len": 16},
             "weights_mirror": {"seed": 1},
             "perplexity": {"seed": 1},
+            "samples": {"seed": 1},
         },
     )
 
@@ -146,6 +148,10 @@ def test_checks_say_what_was_found():
     assert every_target_once(rows, {"begin": 0, "end": 8}).passed
     assert not every_target_once(rows, {"begin": 0, "end": 9}).passed
     assert not every_target_once(rows.assign(start=[0, 3]), {"begin": 0, "end": 8}).passed
+    assert not every_target_once(rows.assign(start=[1, 5]), {"begin": 0, "end": 8}).passed
+    masked = np.array([[2, 4], [5, 6]])
+    assert every_target_once(rows, {"begin": 0, "end": 8, "masked": 3}, masked).passed
+    assert not every_target_once(rows[1:], {"begin": 0, "end": 8, "masked": 3}, masked).passed
     assert weights_finite({"A_log": np.array([1.0, np.nan, np.inf])}).text.startswith("found {'A_log': 2} in 1 tensors")
     assert optimizer_steps([]) == (False, "found 0 optimizer steps and 0 skipped, expected at least 1")
 

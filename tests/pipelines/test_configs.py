@@ -1,5 +1,6 @@
 """Every file of configs/ is loaded and executed, with fewer steps."""
 
+import json
 import shutil
 
 import dagster as dg
@@ -18,7 +19,13 @@ QUICK = {
 
 
 def test_there_are_files():
-    assert {file.name for file in FILES} >= {"demo.yaml", "smoke.yaml", "own_text.yaml", "checkpoint.yaml"}
+    assert {file.name for file in FILES} >= {
+        "demo.yaml",
+        "smoke.yaml",
+        "own_text.yaml",
+        "checkpoint.yaml",
+        "instructions.yaml",
+    }
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -30,6 +37,8 @@ def test_case_57_every_shipped_file_is_valid(file):
 def test_case_57_every_shipped_file_runs(finished, tmp_path, monkeypatch, file):
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path / "texts")
+    lines = (json.dumps({"prompt": f"{i}?", "completion": f"{i + 1}."}) + "\n" for i in range(40))
+    (tmp_path / "instructions.jsonl").write_text("".join(lines))
     shutil.copytree(pointers(finished.root)["trained_weights"].path, tmp_path / "checkpoint")
     config = merged(yaml.safe_load(file.read_text()), QUICK)
     if not config["ops"].get("corpus"):

@@ -19,6 +19,7 @@ LIBRARY = {
     "weights_mirror": library.WeightsConfig,
     "trained_weights": library.TrainConfig,
     "perplexity": library.EvaluateConfig,
+    "samples": library.SamplesConfig,
 }
 
 

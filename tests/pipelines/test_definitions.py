@@ -19,6 +19,7 @@ PARENTS = {
     "weights_mirror": {"tokenizer"},
     "trained_weights": {"token_batches", "weights_mirror"},
     "perplexity": {"trained_weights", "tokenized_corpus", "tokenizer"},
+    "samples": {"trained_weights", "tokenizer"},
 }
 
 
@@ -55,6 +56,20 @@ def test_every_asset_is_described_and_has_a_code_version():
             assert spec.group_name in ("data", "model")
 
 
+def test_assets_that_run_the_model_take_turns():
+    pools = {key.to_user_string(): pool for asset in definitions.assets for key, pool in pools_of(asset)}
+    assert {name for name, pool in pools.items() if pool == "accelerator"} == {
+        "weights_mirror",
+        "trained_weights",
+        "perplexity",
+        "samples",
+    }
+
+
+def pools_of(asset):
+    return [(key, asset.op.pool) for key in asset.keys]
+
+
 def test_every_check_blocks():
     specs = [spec for asset in definitions.assets for spec in asset.check_specs]
     assert {(spec.asset_key.to_user_string(), spec.name) for spec in specs} == {
@@ -64,6 +79,7 @@ def test_every_check_blocks():
         ("token_batches", "every_target_once"),
         ("weights_mirror", "weights_finite"),
         ("weights_mirror", "ids_have_rows"),
+        ("weights_mirror", "mirror_agrees"),
         ("trained_weights", "optimizer_steps"),
         ("trained_weights", "weights_finite"),
         ("perplexity", "perplexity_finite"),

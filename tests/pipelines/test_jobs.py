@@ -66,7 +66,7 @@ def test_no_draft_is_left(finished):
 
 def test_every_check_passes(finished):
     result, _, _, _ = finished
-    assert len(verdicts(result)) == 10
+    assert len(verdicts(result)) == 11
     assert all(verdicts(result).values())
 
 
@@ -140,7 +140,7 @@ def test_the_same_again_changes_no_file_but_pointers(finished):
     again = run(config)
     assert versions(again) == versions(result)
     after = tree(root)
-    assert all(name.startswith("manifests/runs/") for name in after.keys() - before.keys())
+    assert all(name.startswith(("manifests/runs/", "manifests/recipes/")) for name in after.keys() - before.keys())
     changed = {name for name in before if after[name] != before[name]}
     assert all(name.startswith("manifests/") or name.endswith(".lock") for name in changed), changed
     assert all(after[name][0] == before[name][0] for name in before)
@@ -196,7 +196,7 @@ def test_configuration_moves_the_data_versions_downstream_only(finished, trained
     first = versions(finished.result)
     second = versions(run(merged(trained, {"token_batches": {"seed": 1}})))
     changed = {name for name in ASSETS if first[name] != second[name]}
-    assert changed == {"token_batches", "trained_weights", "perplexity"}
+    assert changed == {"token_batches", "trained_weights", "perplexity", "samples"}
 
 
 def test_pace_and_place_do_not_move_a_data_version(finished, trained, texts, tmp_path):
@@ -257,7 +257,7 @@ def test_a_new_code_version_marks_only_what_lies_downstream(config, instance):
     run(changed, assets=["token_batches"], instance=instance, loaded=newer)
     assert stale(instance, newer) == {"trained_weights"}
     run(changed, assets=["trained_weights"], instance=instance, loaded=newer)
-    assert stale(instance, newer) == {"perplexity"}
+    assert stale(instance, newer) == {"perplexity", "samples"}
 
 
 def test_new_training_code_does_not_continue_old_runs(trained, root, monkeypatch):
@@ -272,7 +272,7 @@ def test_evaluate_uses_what_is_there(finished):
     only = config | {"ops": {"perplexity": config["ops"]["perplexity"]}}
     again = run(only, job="evaluate")
     assert versions(again) == {"perplexity": versions(result)["perplexity"]}
-    assert all(name.startswith("manifests/runs/") for name in tree(root).keys() - before.keys())
+    assert all(name.startswith(("manifests/runs/", "manifests/recipes/")) for name in tree(root).keys() - before.keys())
 
 
 def test_the_root_may_come_from_the_environment(config, tmp_path, monkeypatch):
