@@ -28,7 +28,7 @@ from mamba_ops.chat import ChatTemplate, learned_parts, load_template
 from mamba_ops.corpus import MANIFEST, SPLITS, CorpusManifest, Manifest, Split, read_manifest
 from mamba_ops.corpus_tables import DOCUMENTS, Row, RowWriter, open_documents
 from mamba_ops.encoding import cut, encode_slices
-from mamba_ops.fingerprint import atomic_directory, digest, write_json
+from mamba_ops.fingerprint import atomic_directory, digest, file_digest, write_json
 from mamba_ops.loss_mask import masked_runs
 from mamba_ops.progress import Report, meter
 from mamba_ops.storage import Advance
@@ -36,7 +36,6 @@ from mamba_ops.tokenizer import TokenizerManifest, check_ids, load_tokenizer
 
 IDS = "ids.bin"
 DTYPE = np.dtype("<u4")
-READ_AT_ONCE = 1 << 22
 _SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -233,25 +232,16 @@ def _write_split(
 def open_ids(directory: str | Path) -> np.memmap:
     """Return the ids that `encode_corpus` wrote, mapped for reading. ids: (tokens of both streams,) uint32.
 
-    Raises ValueError when the file's length or largest id is not what the manifest says.
+    Raises ValueError when the file's length or digest is not what the manifest says.
     """
     manifest, path = read_manifest(TokenizedManifest, directory), Path(directory) / IDS
     expected = max(stream.end for stream in manifest.streams.values()) * DTYPE.itemsize
     if path.stat().st_size != expected:
         raise ValueError(f"{path}: expected {expected} bytes as its manifest says, got {path.stat().st_size}")
-    largest = _largest(path)
-    if largest != manifest.max_id:
-        raise ValueError(f"{path}: expected {manifest.max_id} as the largest id, got {largest}")
+    found = file_digest(path)
+    if found != manifest.ids_sha256:
+        raise ValueError(f"{path}: expected the SHA-256 {manifest.ids_sha256} as its manifest says, got {found}")
     return np.memmap(path, DTYPE, mode="r")
-
-
-def _largest(path: Path) -> int:
-    """Read the file in parts: what is mapped counts as this process's memory once it is touched."""
-    largest = 0
-    with open(path, "rb") as file:
-        while (ids := np.fromfile(file, DTYPE, READ_AT_ONCE)).size:
-            largest = max(largest, int(ids.max()))
-    return largest
 
 
 def document_starts(directory: str | Path) -> np.ndarray:

@@ -156,9 +156,10 @@ def test_damaged_ids_are_refused(tmp_path):
     path.write_bytes(whole[:-4])
     with pytest.raises(ValueError, match=r"ids\.bin: expected 28 bytes as its manifest says, got 24"):
         open_ids(tmp_path / "ids")
-    path.write_bytes(whole[:-4] + b"\1\1\0\0")
-    with pytest.raises(ValueError, match=r"ids\.bin: expected 2 as the largest id, got 257"):
-        open_ids(tmp_path / "ids")
+    for damaged in (whole[:-4] + b"\1\1\0\0", whole[4:8] + whole[:4] + whole[8:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"ids\.bin: expected the SHA-256 [0-9a-f]{64} as its manifest says, got"):
+            open_ids(tmp_path / "ids")
 
 
 def test_case_43_ids_past_the_embedding_stop_the_encoding(tmp_path):

@@ -330,3 +330,13 @@ def test_the_smoke_job_from_the_command_line(tmp_path):
     assert "Warning" not in done.stdout
     assert "tokens/s" in done.stdout
     assert pointers(tmp_path / "build/smoke").keys() == set(ASSETS)
+
+
+@pytest.mark.parametrize("change", [{"end_of_text": "<end>"}, {"retrain": True}])
+def test_another_tokenizer_of_the_same_size_goes_through_the_whole_graph(config, texts, change):
+    before = run(config)
+    if "retrain" in change:
+        (texts / "more.txt").write_text("other words: zebra quartz vexing jumps, every one of them " * 40)
+    after = run(merged(config, {"tokenizer": change}))
+    for asset in ("tokenizer", "weights_mirror", "trained_weights"):
+        assert versions(after)[asset] != versions(before)[asset], asset
