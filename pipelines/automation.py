@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 CRON, TIME_ZONE, RUN_CONFIG = "MAMBA_RETRAIN_CRON", "MAMBA_RETRAIN_TIMEZONE", "MAMBA_RETRAIN_CONFIG"
 

@@ -62,13 +62,17 @@ def plot(title: str, x: ArrayLike, lines: Mapping[str, ArrayLike], labels: tuple
 
 
 def table(rows: Sequence[Mapping[Any, Any]]) -> dg.TableMetadataValue:
-    """Return rows of one kind as a table."""
-    return dg.MetadataValue.table([dg.TableRecord({str(k): v for k, v in row.items()}) for row in rows])
+    """Return rows of one kind as a table, numbers to five digits."""
+    return dg.MetadataValue.table([dg.TableRecord({str(k): _short(v) for k, v in row.items()}) for row in rows])
 
 
 def thinned(count: int, most: int) -> np.ndarray:
     """Return at most `most` evenly spread indices below `count`, the first and the last among them."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _png(figure: Figure, black_and_white: bool = False) -> bytes:

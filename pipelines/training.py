@@ -272,7 +272,7 @@ def training_metadata(state: TrainingState, history: list[StepMetrics], run: Pat
         "seconds": state.seconds,
         "tokens_per_second": state.tokens_seen / max(state.seconds, 1e-9),
         "run_folder": dg.MetadataValue.path(str(run)),
-        "loss": sketch("loss", steps[at], smooth[at], labels),
+        "loss": sketch("loss", steps[at], smooth[at], ("step", "nats")),
         "loss_curve": plot("loss", steps, {"each step": losses, "mean": smooth}, labels),
         "history": table(
             [
