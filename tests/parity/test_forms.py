@@ -13,7 +13,7 @@ from ml_dtypes import bfloat16
 
 from mamba_ops import parameters
 from mamba_ops.checkpoint import CheckpointError, load_model, save_model
-from mamba_ops.config import MambaConfig, TokenizerConfig
+from mamba_ops.config import GenerateConfig, MambaConfig, TokenizerConfig
 from mamba_ops.generate import generate
 from mamba_ops.model import logits
 from mamba_ops.parameters import resize_embeddings
@@ -155,9 +155,9 @@ def test_a_padded_vocabulary(config, tokenizer, tmp_path, ops32, random_paramete
     params[parameters.head_name(config)][used:] *= 20
     save_model(tmp_path / "model", config, params, tokenizer)
     assert_same_logits(ops32, tmp_path / "model", random_batch(config, 8, 2, 70))
-    settings = {"max_new_tokens": 60, "temperature": 3.0, "seed": 0}
-    assert max(generate(ops32, params, config, [1, 2], **settings)) >= used
-    assert max(generate(ops32, params, config, [1, 2], **settings, vocab_limit=used)) < used
+    settings = GenerateConfig(max_new_tokens=60, temperature=3.0, seed=0)
+    assert max(generate(ops32, params, config, [1, 2], settings)) >= used
+    assert max(generate(ops32, params, config, [1, 2], settings, vocab_limit=used)) < used
 
 
 @CONFIGS
