@@ -139,9 +139,6 @@ def _checked(rows: TokenRows, batches: BatchesConfig) -> TokenRows:
     if rows.seq_len != batches.seq_len:
         raise ValueError(f"rows: expected rows of seq_len {batches.seq_len}, got {rows.seq_len}")
     check_runs(rows.masked)
-    opened = rows.document_starts
-    if len(opened) == 0 or opened[0] > rows.starts.min() or (np.diff(opened) < 0).any():
-        raise ValueError(f"document_starts: expected ascending indices, the first not after any row, got {opened[:5]}")
     end = rows.starts + rows.lengths
     wrong = (rows.starts < 0) | (rows.lengths < 1) | (rows.lengths > rows.seq_len) | (end >= len(rows.ids))
     if wrong.any():
@@ -150,6 +147,9 @@ def _checked(rows: TokenRows, batches: BatchesConfig) -> TokenRows:
             f"row {row}: start {rows.starts[row]}, length {rows.lengths[row]}; "
             f"expected 1 to {rows.seq_len} targets inside {len(rows.ids)} ids"
         )
+    opened = rows.document_starts
+    if len(opened) == 0 or opened[0] > rows.starts.min() or (np.diff(opened) < 0).any():
+        raise ValueError(f"document_starts: expected ascending indices, the first not after any row, got {opened[:5]}")
     return rows
 
 
