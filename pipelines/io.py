@@ -57,6 +57,10 @@ class Manifest:
         return {key: value for key, value in asdict(self).items() if key != "root"}
 
 
+KINDS = {"asset": str, "fingerprint": str, "folder": str, "files": dict, "config": dict, "inputs": dict, "facts": dict}
+"""Type of each field of a manifest in JSON."""
+
+
 class Pointers(dg.ConfigurableIOManager):
     """Hands a manifest from one asset to the next: the run's own, else the newest good one."""
 
@@ -118,8 +122,12 @@ def whole(path: Path, root: Path) -> Manifest:
 def read(path: Path, root: Path) -> Manifest:
     """Return the manifest in a file; raises ManifestError on anything else."""
     try:
-        return Manifest(root=root, **json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        wrong = [key for key, kind in KINDS.items() if not isinstance(values[key], kind)]
+        if wrong:
+            raise TypeError(f"{wrong[0]} is {values[wrong[0]]!r}")
+        return Manifest(root=root, **values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ManifestError(
             f"{path}: found no readable manifest ({error}), expected the JSON that was written"
         ) from None
