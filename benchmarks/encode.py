@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,15 +72,14 @@ def write_parquet(address: str, megabytes: float) -> None:
     system, folder = fsspec.core.url_to_fs(address)
     system.mkdir(folder.split("/")[0])
     most, number, texts, size = megabytes * 1e6 / FILES, 0, [], 0
-    with ThreadPoolExecutor(4) as pool:
-        for text in documents(megabytes):
-            texts.append(text)
-            size += len(text.encode())
-            if size >= most * (number + 1):
-                pool.submit(_put, system, f"{folder}/{number:05}.parquet", texts)
-                texts, number = [], number + 1
-        if texts:
-            pool.submit(_put, system, f"{folder}/{number:05}.parquet", texts)
+    for text in documents(megabytes):
+        texts.append(text)
+        size += len(text.encode())
+        if size >= most * (number + 1):
+            _put(system, f"{folder}/{number:05}.parquet", texts)
+            texts, number = [], number + 1
+    if texts:
+        _put(system, f"{folder}/{number:05}.parquet", texts)
 
 
 def _put(system: fsspec.AbstractFileSystem, path: str, texts: list[str]) -> None:
@@ -100,12 +98,11 @@ def measure(address: str, folder: Path) -> dict:
         build_tokenizer(TokenizerConfig(vocab_size=VOCAB_SIZE), training_texts(folder / "corpus"), folder / "tokenizer")
     with _timed(row, "encoding"):
         made = encode_corpus(folder / "corpus", folder / "tokenizer", folder / "ids")
-    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return row | {
         "bytes": sum(corpus.bytes.values()),
         "documents": sum(corpus.documents.values()),
         "tokens": made.streams["train"].tokens,
-        "peak_mb": peak * (1 if platform.system() == "Darwin" else 1024) / 1e6,
+        "peak_mb": _peak_bytes() / 1e6,
     }
 
 
@@ -152,6 +149,14 @@ def _timed(row: dict, name: str) -> Iterator[None]:
     spent["others_s"] = max(0.0, _busy_seconds() - busy - spent["cpu_s"])
     for key, value in spent.items():
         row[f"{name}_{key}"] = row.get(f"{name}_{key}", 0.0) + value
+
+
+def _peak_bytes() -> int:
+    """Return the most memory this process has had; it starts no other."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss begins with what the parent had
+        return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 
 
 def _busy_seconds() -> float:
@@ -209,6 +214,7 @@ def compared(name: str, address: str, folder: Path) -> dict:
         "alone_mb_per_s": both["bytes"] / both["encoding_s"] / 1e6,
         "share": own["bytes"] / seconds / (both["bytes"] / both["encoding_s"]),
         "cpu_share": own["bytes"] / cpu / (both["bytes"] / both["encoding_cpu_s"]),
+        "alone_cores": both["encoding_cpu_s"] / both["encoding_s"],
         "alone_others": both["encoding_others_s"] / both["encoding_s"],
     }
 
@@ -246,13 +252,15 @@ def main() -> None:
 
 def _print(rows: list[dict]) -> None:
     heads = ("corpus", "MB", "documents", "corpus s", "encode s", "MB/s", "alone MB/s", "share", "CPU share", "peak MB")
-    print("".join(f"{head:>{18 if head == 'corpus' else 11}}" for head in heads), "  other processes' cores")
+    print("".join(f"{head:>{18 if head == 'corpus' else 11}}" for head in heads), "  cores in use, of others")
     for row in rows:
-        others = [row[f"{name}_others_s"] / row[f"{name}_s"] for name in ("corpus", "encoding")] + [row["alone_others"]]
+        own = [row["encoding_cpu_s"] / row["encoding_s"], row["alone_cores"]]
+        others = [row["encoding_others_s"] / row["encoding_s"], row["alone_others"]]
         print(
             f"{row['name']:>18}{row['bytes'] / 1e6:11.0f}{row['documents']:11}{row['corpus_s']:11.1f}"
             f"{row['encoding_s']:11.1f}{row['mb_per_s']:11.2f}{row['alone_mb_per_s']:11.2f}{row['share']:11.0%}"
-            f"{row['cpu_share']:11.0%}{row['peak_mb']:11.0f}   " + " ".join(f"{other:.2f}" for other in others)
+            f"{row['cpu_share']:11.0%}{row['peak_mb']:11.0f}   "
+            + "   alone".join(f" {a:.2f}, {b:.2f}" for a, b in zip(own, others, strict=True))
         )
 
 

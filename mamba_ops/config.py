@@ -94,7 +94,7 @@ class CorpusConfig(Stage):
         description="Share of the hash range that goes to validation; unused with validation_paths.",
     )
     max_documents: int | None = Field(
-        default=None, ge=1, description="Keep only the first documents in reading order; none: all."
+        default=None, ge=1, le=1 << 53, description="Keep only the first documents in reading order; none: all."
     )
 
 
@@ -103,11 +103,12 @@ class TokenizerConfig(Stage):
 
     path: str | None = Field(
         default=None,
+        min_length=1,
         description="A tokenizer.json, or a checkpoint folder holding one; none: a byte-level BPE "
         "trained on the training split.",
     )
     vocab_size: int = Field(
-        default=1024, ge=257, description="Vocabulary of a trained BPE, the end-of-text token included."
+        default=1024, ge=257, le=1_000_000, description="Vocabulary of a trained BPE, the end-of-text token included."
     )
     retrain: bool = Field(
         default=False, description="Train the BPE again although one with this configuration exists already."
@@ -120,8 +121,8 @@ class TokenizerConfig(Stage):
 class BatchesConfig(Stage):
     """How the tokenized training split is cut into rows and batches."""
 
-    seq_len: int = Field(default=512, ge=1, description="Target tokens in a row.")
-    batch_size: int = Field(default=1, ge=1, description="Rows in a batch.")
+    seq_len: int = Field(default=512, ge=1, le=1 << 31, description="Target tokens in a row.")
+    batch_size: int = Field(default=1, ge=1, le=1 << 20, description="Rows in a batch.")
     seed: int = Field(default=0, ge=0, description="Seed of the row order; each epoch has an order of its own.")
 
 
@@ -130,6 +131,7 @@ class WeightsConfig(Stage):
 
     checkpoint: str | None = Field(
         default=None,
+        min_length=1,
         description="A checkpoint folder, Hugging Face's or in the original layout; the shape below is then read "
         "from it and must not be set.",
     )
@@ -139,11 +141,11 @@ class WeightsConfig(Stage):
         "row with a little noise by seed.",
     )
     seed: int = Field(default=0, ge=0, description="Seed of the initial weights.")
-    hidden_size: int = Field(default=96, ge=1, description="d_model.")
-    num_hidden_layers: int = Field(default=3, ge=1, description="Layers.")
-    state_size: int = Field(default=16, ge=1, description="d_state.")
-    conv_kernel: int = Field(default=4, ge=1, description="d_conv: taps of the causal convolution.")
-    expand: int = Field(default=2, ge=1, description="d_inner = expand * d_model.")
+    hidden_size: int = Field(default=96, ge=1, le=1 << 17, description="d_model.")
+    num_hidden_layers: int = Field(default=3, ge=1, le=10_000, description="Layers.")
+    state_size: int = Field(default=16, ge=1, le=1 << 12, description="d_state.")
+    conv_kernel: int = Field(default=4, ge=1, le=1 << 8, description="d_conv: taps of the causal convolution.")
+    expand: int = Field(default=2, ge=1, le=1 << 8, description="d_inner = expand * d_model.")
     time_step_rank: int | None = Field(default=None, ge=1, description="dt_rank; none: ceil(d_model / 16).")
     use_bias: bool = Field(default=False, description="Biases in in_proj and out_proj.")
     use_conv_bias: bool = Field(default=True, description="Bias in the convolution.")
@@ -160,6 +162,8 @@ class WeightsConfig(Stage):
         changed = [name for name in extra if getattr(self, name) != type(self).model_fields[name].default]
         if changed:
             raise ValueError(f"with checkpoint={self.checkpoint!r} the shape comes from it; remove {changed}")
+        if self.resize_embeddings and not self.checkpoint:
+            raise ValueError("resize_embeddings: expected a checkpoint whose embedding it changes, got none")
         return self
 
 
@@ -172,7 +176,7 @@ class TrainConfig(Stage):
     )
     adam_beta1: Number = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment.")
     adam_beta2: Number = Field(default=0.999, ge=0, lt=1, description="Decay of the second moment.")
-    adam_epsilon: Number = Field(default=1e-8, gt=0, le=1, description="Added to the root of the second moment.")
+    adam_epsilon: Number = Field(default=1e-8, ge=1e-30, le=1, description="Added to the root of the second moment.")
     max_grad_norm: Number = Field(default=1.0, ge=0, description="Clip by the global norm; 0: never.")
     max_delta: Number = Field(
         default=0.0, ge=0, description="Trust region: largest change of an element in a step; 0: unbounded."
@@ -268,7 +272,7 @@ class MambaConfig(BaseModel):
     model_type: Literal["mamba"] = "mamba"
     vocab_size: int = Field(ge=1)
     hidden_size: int = Field(ge=1)
-    num_hidden_layers: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1, le=10_000)
     state_size: int = Field(default=16, ge=1)
     conv_kernel: int = Field(default=4, ge=1)
     expand: int = Field(default=2, ge=1)

@@ -17,7 +17,7 @@ from mamba_ops.documents import Part
 
 DOCUMENTS = "documents.parquet"
 TEXTS = "texts.parquet"
-ROW_GROUP_CHARACTERS = 1 << 22
+ROW_GROUP_CHARACTERS = 1 << 20
 ROW_GROUP_DOCUMENTS = 1 << 15
 TRAINING_BYTES = 100_000_000
 _DOCUMENT_SCHEMA = pa.schema(

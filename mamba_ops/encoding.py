@@ -52,6 +52,15 @@ def encode_slices(
     count = threads or max(1, min(MOST_THREADS, _cores()))
 
     def encode(batch: list[Slice[Key]]) -> list[tuple[Slice[Key], np.ndarray]]:
+        try:
+            return encoded(batch)
+        except BaseException as error:  # `tokenizers` raises plain Exception, and a panic is none
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            names = [getattr(s.key, "source", "a text") for s in batch[:3]]
+            raise ValueError(f"the tokenizer cannot encode a text among {names}: {error}") from error
+
+    def encoded(batch: list[Slice[Key]]) -> list[tuple[Slice[Key], np.ndarray]]:
         found = tokenizer.encode_batch_fast([s.before + s.text for s in batch], add_special_tokens=False)
         ids = [np.frombuffer(array.array("I", encoding.ids), np.uint32) for encoding in found]
         if any(s.before for s in batch):
@@ -60,8 +69,8 @@ def encode_slices(
         return list(zip(batch, ids, strict=True))
 
     batches = _batches(slices, lambda s: len(s.before) + len(s.text))
-    for encoded in _in_order(encode, batches, count):
-        yield from encoded
+    for found in _in_order(encode, batches, count):
+        yield from found
 
 
 def cut(tokenizer: Tokenizer, texts: Iterable[tuple[Key, Iterable[str]]]) -> Iterator[Slice[Key]]:

@@ -7,6 +7,7 @@ token is encoded like any other text. End-of-text ids come from this library onl
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -59,6 +60,9 @@ def _keep_forks_quiet() -> None:
 
 _keep_forks_quiet()
 
+_LONG_WORD = re.compile(r"(\S{1000}|\s{1000})")
+"""Training takes time quadratic in the length of a word; merges do not come from such ones."""
+
 
 def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> Tokenizer:
     """Return a byte-level BPE trained on texts; decode(encode(text)) is the text, whatever it is.
@@ -79,7 +83,7 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> Tokenizer:
     if first is None:
         raise ValueError("tokenizer training: got 0 texts, expected at least 1")
     pieces = cut(_byte_level_bpe(), ((None, [text]) for text in itertools.chain([first], iterator)))
-    tokenizer.train_from_iterator((piece.text for piece in pieces), trainer)
+    tokenizer.train_from_iterator((_LONG_WORD.sub(r"\1\n", piece.text) for piece in pieces), trainer)
     return _plain(tokenizer)
 
 
@@ -230,10 +234,12 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], directory: st
         if config.path is None:
             tokenizer = train_tokenizer(texts, config)
             end = config.end_of_text
+            _check_trained(tokenizer, end)
             (folder / TOKENIZER).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         else:
             tokenizer = load_tokenizer(config.path)
             end = end_of_text_token(tokenizer, config.end_of_text, config.path)
+            _check_unknown(tokenizer, end, config.path)
             file = tokenizer_file(config.path)
             shutil.copyfile(file, folder / TOKENIZER)
             for name in (*BESIDE, TEMPLATE):
@@ -250,6 +256,19 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str], directory: st
         )
         write_json(folder / MANIFEST, manifest.model_dump())
     return manifest
+
+
+def _check_trained(tokenizer: Tokenizer, end: str) -> None:
+    """Raise ValueError when a text can become the end-of-text id: the token is a byte's or a word's as well."""
+    number = tokenizer.token_to_id(end)
+    if any(number in tokenizer.encode(text, add_special_tokens=False).ids for text in (end, f"a{end}", f"a {end} a")):
+        raise ValueError(f"end_of_text: {end!r} is also what a text becomes, expected a token that no text gives")
+
+
+def _check_unknown(tokenizer: Tokenizer, end: str, path: str) -> None:
+    """Raise ValueError when words that the tokenizer does not know become the end-of-text id."""
+    if not isinstance(tokenizer.model, models.BPE) and getattr(tokenizer.model, "unk_token", None) == end:
+        raise ValueError(f"{path}: {end!r} stands for unknown words, expected an end-of-text token of its own")
 
 
 def _tokenizer_config(end_of_text: str) -> dict[str, Any]:

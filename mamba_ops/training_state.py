@@ -259,6 +259,8 @@ def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
     if path.exists():
         try:
             recorded = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(recorded, dict):
+                raise ValueError(f"a {type(recorded).__name__}")
         except ValueError as error:
             raise mismatch(path, "", f"no readable JSON ({error})", "what the run belongs to") from None
         check_identity(str(folder), recorded, identity)

@@ -4,9 +4,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zoneinfo import available_timezones
 
 import dagster as dg
 import yaml
+from dagster._utils.schedules import is_valid_cron_schedule
 
 CRON, TIME_ZONE, RUN_CONFIG = "MAMBA_RETRAIN_CRON", "MAMBA_RETRAIN_TIMEZONE", "MAMBA_RETRAIN_CONFIG"
 
@@ -46,11 +48,17 @@ def retraining(environment: Mapping[str, str]) -> dg.ScheduleDefinition:
     A tick reads the run configuration anew and keeps the tokenizer, which belongs to the weights.
     """
 
+    cron, zone = environment.get(CRON) or "0 3 * * 0", environment.get(TIME_ZONE) or "UTC"
+    if not is_valid_cron_schedule(cron):
+        raise ValueError(f"{CRON}={cron}: expected a cron schedule such as '0 3 * * 0'")
+    if zone not in available_timezones():
+        raise ValueError(f"{TIME_ZONE}={zone}: expected a time zone such as Europe/Berlin")
+
     @dg.schedule(
         job=train,
         name="retrain",
-        cron_schedule=environment.get(CRON) or "0 3 * * 0",
-        execution_timezone=environment.get(TIME_ZONE) or "UTC",
+        cron_schedule=cron,
+        execution_timezone=zone,
         default_status=dg.DefaultScheduleStatus.STOPPED,
         description=f"Train on what the corpus holds then. Set by {CRON}, {TIME_ZONE} and {RUN_CONFIG} (a YAML file).",
     )
@@ -69,7 +77,7 @@ def run_config(path: str | None) -> dict[str, Any]:
     if path:
         try:
             config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ValueError(f"{RUN_CONFIG}={path}: expected a YAML file, got {error}") from None
     level = config = _mapping(path, "run configuration", config)
     for name in ("ops", "tokenizer", "config"):

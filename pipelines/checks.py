@@ -63,8 +63,8 @@ def reported(body: Callable[..., Events]) -> Callable[..., Events]:
                 if isinstance(event, dg.AssetCheckResult) and event.check_name in waiting:
                     waiting.remove(event.check_name)
                 yield event
-        except (ValueError, ArithmeticError, OSError, RuntimeError) as error:
-            text = one_line(error)
+        except (ValueError, ArithmeticError, OSError, RuntimeError, MemoryError) as error:
+            text = ("not enough memory: " if isinstance(error, MemoryError) else "") + one_line(error)
             for name in waiting:
                 yield dg.AssetCheckResult(check_name=name, passed=False, description=f"Not computed: {text}")
             raise dg.Failure(text, allow_retries=False) from error

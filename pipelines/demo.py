@@ -23,6 +23,7 @@ QUIET = "ignore:Function `job_execute_command` is superseded"
 """Every `dagster job execute` warns that another program may replace it."""
 
 ERRORS = (
+    re.compile(r"^pipelines\.configuration\.ConfigurationError: (.+)", re.M),
     re.compile(r"^dagster\._core\.definitions\.events\.Failure: (.+)", re.M),
     re.compile(r"^dagster\._core\.errors\.DagsterInvalidConfigError: .+\n\s*(?:Error 1: )?(.+)", re.M),
     re.compile(r"^dagster\._core\.errors\.\w+: Error occurred while .+\n\s*(.+)", re.M),

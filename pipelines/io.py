@@ -19,7 +19,7 @@ from typing import Any
 
 import dagster as dg
 
-from mamba_ops.fingerprint import digest, sync, write_json
+from mamba_ops.fingerprint import digest, file_digest, sync, write_json
 from pipelines.resources import Storage
 
 POINTERS, RUNS, DRAFTS = "manifests", "runs", ".drafts"
@@ -33,7 +33,7 @@ class ManifestError(ValueError):
 class Manifest:
     """An output: where it lies, what it is, what it was made from.
 
-    folder: relative to the root. files: sizes in bytes by path inside the folder. config: what of the run
+    folder: relative to the root. files: [bytes, SHA-256] by path inside the folder. config: what of the run
     configuration says what it is. inputs: fingerprints of the outputs it was made from. facts: what later stages
     ask about it.
     """
@@ -41,7 +41,7 @@ class Manifest:
     asset: str
     fingerprint: str
     folder: str
-    files: Mapping[str, int]
+    files: Mapping[str, list[Any]]
     config: Mapping[str, Any]
     inputs: Mapping[str, str]
     facts: Mapping[str, Any]
@@ -89,7 +89,7 @@ def output(manifest: Manifest, metadata: Mapping[str, Any]) -> dg.MaterializeRes
     common: dict[str, Any] = {
         "path": dg.MetadataValue.path(str(manifest.path)),
         "fingerprint": manifest.fingerprint,
-        "bytes_on_disk": sum(manifest.files.values()),
+        "bytes_on_disk": sum(size for size, _ in manifest.files.values()),
         "made_from": dg.MetadataValue.json(dict(manifest.inputs)),
     }
     version = dg.DataVersion(manifest.fingerprint)
@@ -104,7 +104,7 @@ def pointer(root: Path, asset: str, run_id: str | None = None) -> Path:
 def newest(root: Path, asset: str) -> Manifest:
     """Return the newest good manifest of an asset.
 
-    Raises ManifestError when there is none, or its files are missing or have other sizes.
+    Raises ManifestError when there is none, or its files are missing or not as they were written.
     """
     path = pointer(root, asset)
     if not path.is_file():
@@ -142,21 +142,25 @@ def candidates(root: Path, asset: str) -> Iterator[Manifest]:
 
 
 def verify(manifest: Manifest) -> None:
-    """Raise ManifestError unless every file is there in its size."""
-    found = sizes(manifest.path) if manifest.path.is_dir() else {}
-    for name, size in manifest.files.items():
-        if found.get(name) != size:
-            what = f"{found[name]:,} bytes" if name in found else "no such file"
-            raise ManifestError(
-                f"{manifest.path / name}: found {what}, expected {size:,} bytes; "
-                f"remove {manifest.path} and materialize {manifest.asset} again"
-            )
+    """Raise ManifestError unless every file is there as it was written."""
+    for name, (size, expected) in manifest.files.items():
+        path = manifest.path / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            what, wanted = "no such file" if found is None else f"{found:,} bytes", f"{size:,} bytes"
+        elif (what := file_digest(path)) != expected:
+            what, wanted = f"the SHA-256 {what}", expected
+        else:
+            continue
+        raise ManifestError(
+            f"{path}: found {what}, expected {wanted}; remove {manifest.path} and materialize {manifest.asset} again"
+        )
 
 
-def sizes(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of each file in a folder by its path inside."""
+def contents(folder: Path) -> dict[str, list[Any]]:
+    """Return [bytes, SHA-256] of each file in a folder by its path inside."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+    return {file.relative_to(folder).as_posix(): [file.stat().st_size, file_digest(file)] for file in files}
 
 
 @contextmanager
@@ -193,13 +197,13 @@ def publish(
     place = root / asset / fingerprint
     record = place.with_suffix(".json")
     made_from = {made.asset: made.fingerprint for made in inputs}
-    manifest = Manifest(asset, fingerprint, f"{asset}/{fingerprint}", sizes(folder), config, made_from, facts, root)
+    manifest = Manifest(asset, fingerprint, f"{asset}/{fingerprint}", contents(folder), config, made_from, facts, root)
     if place.is_dir() and record.is_file():
         kept = read(record, root)
         verify(kept)
         return replace(kept, inputs=made_from)
     place.parent.mkdir(parents=True, exist_ok=True)
-    if place.is_dir() and sizes(place) != manifest.files:
+    if place.is_dir() and contents(place) != manifest.files:
         shutil.rmtree(place)  # without a manifest beside it, nothing points to it
     if not place.is_dir():
         os.rename(folder, place)

@@ -173,3 +173,9 @@ def test_no_more_is_read_ahead_than_the_threads_work_on(bpe, monkeypatch):
     found = encode_texts(bpe, texts)
     next(found)
     assert len(read) < 10
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_named():
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="missing"))
+    with pytest.raises(ValueError, match=r"the tokenizer cannot encode a text among \['a text'\]: .*"):
+        list(encode_slices(words, cut(words, [(None, ["b"])])))

@@ -44,7 +44,7 @@ def encode(tokenizer, text):
 def words(*tokens):
     """A tokenizer of whole words, id by position."""
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=tokens[0]))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
 
@@ -273,3 +273,23 @@ def test_transformers_gives_the_same_ids(tmp_path):
     for text in (*TEXTS, " leading  spaces, don 't .", "🎉é\r\n"):
         assert theirs(text)["input_ids"] == encode(ours, text).tolist()
         assert theirs.decode(theirs(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("end", ["a", "the"])
+def test_an_end_of_text_that_a_text_can_become_is_refused(tmp_path, end):
+    config = TokenizerConfig(vocab_size=300, end_of_text=end)
+    with pytest.raises(ValueError, match=f"end_of_text: '{end}' is also what a text becomes"):
+        build_tokenizer(config, ["the cat and the banana " * 20], tmp_path / "words")
+
+
+def test_a_word_without_end_is_no_reason_to_train_for_hours():
+    tokenizer = train_tokenizer(["x" * 2_000_000, "a b"], TokenizerConfig(vocab_size=300))
+    assert tokenizer.decode(tokenizer.encode("xxx a").ids) == "xxx a"
+
+
+def test_a_tokenizer_whose_unknown_word_ends_the_text_is_refused(tmp_path):
+    words = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="<|endoftext|>"))
+    words.add_special_tokens(["<|endoftext|>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="stands for unknown words"):
+        build_tokenizer(TokenizerConfig(path=str(tmp_path)), [], tmp_path / "built")

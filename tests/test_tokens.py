@@ -52,7 +52,7 @@ def epoch(ids, starts, begin, seq_len, batch_size, seed=0, number=0):
 def words_folder(folder, *tokens, normalizer=None):
     """Write a tokenizer of whole words, id by position; the first is the end of text."""
     folder.mkdir()
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.normalizer = normalizer
     tokenizer.save(str(folder / "tokenizer.json"))

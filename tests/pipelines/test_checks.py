@@ -128,7 +128,7 @@ def test_case_59_a_damaged_ids_file_fails_the_check_of_who_reads_it(trained, roo
     assert "ids.bin: found 26,176 bytes, expected 26,180 bytes" in failure(result)
     ids.write_bytes(whole[:-4] + (100_000).to_bytes(4, "little"))
     result = run(merged(trained, {"trained_weights": {"max_steps": 3}}), assets=["trained_weights"], fails=True)
-    assert "ids.bin: expected the SHA-256 " in failure(result)
+    assert "ids.bin: found the SHA-256 " in failure(result)
     assert verdicts(result) == {
         ("trained_weights", "optimizer_steps"): False,
         ("trained_weights", "weights_finite"): False,
@@ -172,3 +172,15 @@ def test_the_perplexity_is_held_against_the_baseline():
         bad = Evaluation(np.array([nll]), np.array([10]), 100)
         assert not perplexity_finite(bad).passed
         assert not better_than_baseline(bad, "unigram", counted).passed
+
+
+@pytest.mark.parametrize("asset", ["weights_mirror", "trained_weights", "tokenizer", "corpus"])
+def test_a_file_changed_in_place_is_refused_by_whom_it_reaches(trained, root, asset):
+    made = pointers(root)[asset]
+    name = max(made.files, key=lambda file: made.files[file][0])
+    data = bytearray((made.path / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (made.path / name).write_bytes(data)
+    message = failure(run(trained, fails=True))
+    assert f"{name}: found the SHA-256 " in message
+    assert f"remove {made.path} and materialize {asset} again" in message

@@ -50,7 +50,7 @@ def test_case_57_numbers_are_accepted_however_yaml_reads_them(field, text):
 @pytest.mark.parametrize("value", ["abc", "nan", "inf", "-1", -1, float("nan"), float("inf"), True, "", None, [1]])
 @pytest.mark.parametrize(
     ("field", "limits"),
-    [("learning_rate", "> 0 and <= 10"), ("adam_epsilon", "> 0 and <= 1"), ("weight_decay", ">= 0 and <= 1")],
+    [("learning_rate", "> 0 and <= 10"), ("adam_epsilon", ">= 1e-30 and <= 1"), ("weight_decay", ">= 0 and <= 1")],
 )
 def test_case_57_what_is_no_number_in_range_is_refused_naming_field_and_range(field, limits, value):
     with pytest.raises(ConfigurationError, match=field) as refused:

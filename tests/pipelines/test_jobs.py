@@ -15,7 +15,7 @@ from mamba_ops.checkpoint import load_model
 from mamba_ops.fingerprint import file_digest
 from mamba_ops.metrics import read_history
 from pipelines import definitions, training
-from pipelines.io import sizes
+from pipelines.io import contents
 
 from .running import (
     ASSETS,
@@ -48,7 +48,7 @@ def test_every_asset_has_a_manifest_of_paths_and_fingerprints(finished):
     for name, manifest in found.items():
         assert manifest.fingerprint == versions(result)[name]
         assert manifest.folder == f"{name}/{manifest.fingerprint}"
-        assert manifest.files == sizes(manifest.path)
+        assert manifest.files == contents(manifest.path)
         assert manifest.inputs == {parent: found[parent].fingerprint for parent in manifest.inputs}
     assert found["perplexity"].inputs.keys() == {"trained_weights", "tokenized_corpus", "tokenizer"}
 
