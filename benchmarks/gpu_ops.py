@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mamba_ops.cpu import open_cpu
-from mamba_ops.gpu import linear
+from mamba_ops.gpu import products
 from mamba_ops.gpu.adapters import choose, describe, open_device
 from mamba_ops.gpu.device import DeviceError
 from mamba_ops.gpu.gpu_ops import GpuOps
@@ -133,7 +133,7 @@ def time_product(
     """Check and time one product: with the plan it would be given, and with those of `sweep`."""
     layout, m, n, k = shape
     a, b = operands(*shape)
-    chosen = linear.choose_plan(device, m, n, k)
+    chosen = products.choose_plan(device, m, n, k)
     rows = []
     with GpuOps(device) as ops:
         x, y, out = ops.upload(a), ops.upload(b), ops.empty(m, n)
@@ -141,8 +141,8 @@ def time_product(
         for plan in [chosen, *plans(device, sweep, m, n, k)]:
             ops.zero(out)
 
-            def run(plan: linear.Plan = plan) -> None:
-                linear.gemm(ops, layout, range_of(x), range_of(y), range_of(out), m, n, k, plan=plan)  # type: ignore[arg-type]
+            def run(plan: products.Plan = plan) -> None:
+                products.gemm(ops, layout, range_of(x), range_of(y), range_of(out), m, n, k, plan=plan)  # type: ignore[arg-type]
 
             with ops.scope():
                 run()
@@ -156,31 +156,31 @@ def time_product(
     return rows
 
 
-def plans(device: Any, sweep: str | None, m: int, n: int, k: int) -> list[linear.Plan]:
+def plans(device: Any, sweep: str | None, m: int, n: int, k: int) -> list[products.Plan]:
     """Return the plans worth timing: `tiles` of every kind, or those in use with every number of `splits`."""
     memory = device.limits["max-compute-workgroup-storage-size"]
     if sweep == "splits":
-        tiles = [tile for tile in linear.TILES if tile.nbytes <= memory]
+        tiles = [tile for tile in products.TILES if tile.nbytes <= memory]
         splits = [s for s in (1, 2, 3, 4, 6, 8, 12, 16) if s * m * n * 4 <= 1 << 30]
-        return [linear.Plan(tile, s) for tile, s in product(tiles, splits) if s == 1 or s * 4 * tile.depth <= k]
+        return [products.Plan(tile, s) for tile, s in product(tiles, splits) if s == 1 or s * 4 * tile.depth <= k]
     found = []
     sizes = [(256, 128, 4, 2), (128, 128, 2, 2), (128, 64, 2, 2), (64, 128, 2, 2), (64, 64, 2, 2), (64, 64, 2, 1)]
     sizes += [(64, 32, 2, 1), (32, 32, 1, 1)]
     for (rows, columns, rows4, cols4), depth, unroll, lanes in product(sizes, (8, 16), (16, 8, 4, 1), (8, 16)):
-        tile = linear.Tile(rows, columns, depth, rows4, cols4, unroll, lanes, 1.0)
+        tile = products.Tile(rows, columns, depth, rows4, cols4, unroll, lanes, 1.0)
         threads_m, threads_n = rows // (4 * rows4), columns // (4 * cols4)
         wrong = unroll > depth or threads_n % lanes or threads_m % (32 // lanes) or tile.nbytes > memory
         if not wrong:
-            found.append(linear.Plan(tile, 1))
+            found.append(products.Plan(tile, 1))
     return found if sweep == "tiles" else []
 
 
-def expected(plan: linear.Plan, m: int, n: int, k: int) -> float:
+def expected(plan: products.Plan, m: int, n: int, k: int) -> float:
     """Return the time that `choose_plan` expects, in ms."""
-    return linear.microseconds(plan.tile, plan.splits, m, n, k) * 1e-3
+    return products.microseconds(plan.tile, plan.splits, m, n, k) * 1e-3
 
 
-def describe_plan(plan: linear.Plan) -> str:
+def describe_plan(plan: products.Plan) -> str:
     """Return a plan in a few characters."""
     tile = plan.tile
     each = f"{4 * tile.rows4}x{4 * tile.cols4}"

@@ -2,6 +2,8 @@
 
 struct Uniforms {
     elements: u32,
+    first: u32, // element of gradient and parameter
+    moment: u32, // and of the moments, where they begin
 }
 
 // What changes from step to step, rounded once from float64.
@@ -35,13 +37,15 @@ fn forward(
     let start = (group.x + group.y * groups.x) * BLOCK;
     let end = min(start + BLOCK, uniforms.elements);
     for (var i = start + lane; i < end; i += LANES) {
-        let g = gradient[i] * values.gradient_scale;
-        let m = values.beta1 * moment1[i] + values.rest1 * g;
-        let v = values.beta2 * moment2[i] + values.rest2 * g * g;
-        let p = parameter[i];
+        let at = uniforms.first + i;
+        let moment = uniforms.moment + i;
+        let g = gradient[at] * values.gradient_scale;
+        let m = values.beta1 * moment1[moment] + values.rest1 * g;
+        let v = values.beta2 * moment2[moment] + values.rest2 * g * g;
+        let p = parameter[at];
         let delta = values.rate * m / (sqrt(v) + values.epsilon) + values.decay * p;
-        moment1[i] = m;
-        moment2[i] = v;
-        parameter[i] = p - clamp(delta, -values.max_delta, values.max_delta);
+        moment1[moment] = m;
+        moment2[moment] = v;
+        parameter[at] = p - clamp(delta, -values.max_delta, values.max_delta);
     }
 }

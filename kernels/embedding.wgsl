@@ -1,17 +1,20 @@
 // Token embedding: a lookup forward, and backward a sum over the tokens of each distinct id, in the order of t.
 
+// Element (id, column) of the table lies at row * row_stride + column * column_stride, so a table may lie across.
 struct Uniforms {
     tokens: u32,
-    d_model: u32,
+    columns: u32,
     vocab_size: u32,
-    first: u32, // the rows first .. first + rows - 1 of the weight are bound
+    first: u32, // the rows first .. first + rows - 1 of the table are bound
     rows: u32,
+    row_stride: u32,
+    column_stride: u32,
 }
 
 @group(0) @binding(0) var<uniform> uniforms: Uniforms;
 
 @group(0) @binding(1) var<storage, read> ids: array<u32>;
-@group(0) @binding(2) var<storage, read> weight: array<f32>;
+@group(0) @binding(2) var<storage, read> table: array<f32>;
 @group(0) @binding(3) var<storage, read_write> out: array<f32>;
 
 // A workgroup for each token.
@@ -27,8 +30,8 @@ fn forward(
     }
     let row = min(ids[t], uniforms.vocab_size - 1u) - uniforms.first; // wraps around below first
     if row < uniforms.rows {
-        for (var c = lane; c < uniforms.d_model; c += 128u) {
-            out[t * uniforms.d_model + c] = weight[row * uniforms.d_model + c];
+        for (var c = lane; c < uniforms.columns; c += 128u) {
+            out[t * uniforms.columns + c] = table[row * uniforms.row_stride + c * uniforms.column_stride];
         }
     }
 }
@@ -37,7 +40,7 @@ fn forward(
 @group(0) @binding(2) var<storage, read> order: array<u32>;
 @group(0) @binding(3) var<storage, read> distinct: array<u32>;
 @group(0) @binding(4) var<storage, read> starts: array<u32>;
-@group(0) @binding(5) var<storage, read_write> dweight: array<f32>;
+@group(0) @binding(5) var<storage, read_write> dtable: array<f32>;
 
 const COLUMNS = 32u;
 const SLOTS = 8u;
@@ -53,7 +56,7 @@ fn backward(
 ) {
     let run = group.y + group.z * groups.y;
     let c = group.x * COLUMNS + local.x;
-    let here = run < uniforms.tokens && c < uniforms.d_model;
+    let here = run < uniforms.tokens && c < uniforms.columns;
     var sum = 0.0;
     var row = 0xffffffffu;
     if here {
@@ -61,7 +64,7 @@ fn backward(
         if row < uniforms.rows {
             let end = starts[run + 1u];
             for (var i = starts[run] + local.y; i < end; i += SLOTS) {
-                sum += dy[order[i] * uniforms.d_model + c];
+                sum += dy[order[i] * uniforms.columns + c];
             }
         }
     }
@@ -72,6 +75,6 @@ fn backward(
         for (var slot = 0u; slot < SLOTS; slot++) {
             total += partials[slot * COLUMNS + local.x];
         }
-        dweight[row * uniforms.d_model + c] += total;
+        dtable[row * uniforms.row_stride + c * uniforms.column_stride] += total;
     }
 }

@@ -1,6 +1,6 @@
-// C = A B + bias + residual for any (m, k), (k, n), in tiles of TILE_M x TILE_N: 8 x 8 (or 4 x 4) numbers a thread, in
-// named registers. While a slice of DEPTH in k is multiplied out of one half of the workgroup's memory, the next one
-// is loaded into registers and then put into the other half: one barrier a slice.
+// C = scale A B + bias + residual for any (m, k), (k, n), in tiles of TILE_M x TILE_N: 8 x 8 (or 4 x 4) numbers a
+// thread, in named registers. While a slice of DEPTH in k is multiplied out of one half of the workgroup's memory, the
+// next one is loaded into registers and then put into the other half: one barrier a slice.
 //
 // A and B may lie along k (A: element (i, k) at i * stride + k; B: (k, j) at j * stride + k) or across it
 // (A: k * stride + i; B: k * stride + j). In the workgroup's memory both lie across k, in rows of vec4. A thread loads
@@ -8,8 +8,9 @@
 // written; what lies past k is zero.
 //
 // Constants: TILE_M, TILE_N, DEPTH, ROWS4 and COLS4 (vec4 of rows and columns a thread holds), UNITS (blocks a thread
-// loads of each slice), UNROLL (steps in k written out), LANES_N (threads of 32 beside each other in n), A_ALONG and B_ALONG (whether they lie along k), A_VEC, B_VEC, C_VEC (whether every vec4 is
-// aligned), BIAS, RESIDUAL, ADD (whether C is added to).
+// loads of each slice), UNROLL (steps in k written out), LANES_N (threads of 32 beside each other in n), A_ALONG and
+// B_ALONG (whether they lie along k), A_VEC, B_VEC, C_VEC (whether every vec4 is aligned), SCALE, BIAS, RESIDUAL, ADD
+// (whether C is added to).
 
 struct Uniforms {
     m: u32,
@@ -28,6 +29,7 @@ struct Uniforms {
     residual_first: u32,
     bias_first: u32,
     splits: u32,
+    scale: f32,
 }
 
 @group(0) @binding(0) var<uniform> u: Uniforms;
@@ -149,8 +151,13 @@ fn put(at: u32, row: u32, block: mat4x4f) {
 //: end
 }
 
-// value: of 4 columns from `column` on.
-fn store(row: u32, column: u32, split: u32, value: vec4f) {
+// product: of 4 columns from `column` on.
+fn store(row: u32, column: u32, split: u32, product: vec4f) {
+//: if SCALE
+    let value = u.scale * product;
+//: else
+    let value = product;
+//: end
     let at = u.c_first + split * u.split_c + row * u.c_stride + column;
     let residual_at = u.residual_first + row * u.residual_stride + column;
 //: if C_VEC
@@ -362,6 +369,9 @@ fn sum_splits(
     for (var split = 1u; split < u.splits; split++) {
         sum += partials[split * u.split_c + index];
     }
+//: if SCALE
+    sum *= u.scale;
+//: end
 //: if BIAS
     sum += sums_bias[u.bias_first + column];
 //: end

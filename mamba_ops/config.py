@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+TARGETS = ("in_proj", "x_proj", "dt_proj", "out_proj", "conv1d", "A_log", "embeddings")
+"""What an adapter can be put on: the names of Mamba's modules, as PEFT's target_modules has them, and A_log."""
+
 UNSUPPORTED_HINT = "only model_type 'mamba' (Mamba-1) is supported"
 
 
@@ -82,6 +85,11 @@ class CorpusConfig(Stage):
     text_column: str = Field(
         default="text", min_length=1, description="The key of a line, or column of a parquet file, that holds the text."
     )
+    default: Literal["all", "documentation", "sources"] = Field(
+        default="all",
+        description="What is read of the running CPython when paths is empty: its documentation topics, its standard "
+        "library's sources, or all.",
+    )
     storage_options: dict[str, Any] = Field(
         default={},
         description="Options of fsspec's file system for addresses, such as endpoint_url; keys and other secrets "
@@ -96,6 +104,12 @@ class CorpusConfig(Stage):
     max_documents: int | None = Field(
         default=None, ge=1, le=1 << 53, description="Keep only the first documents in reading order; none: all."
     )
+
+    @model_validator(mode="after")
+    def _paths_or_default(self) -> "CorpusConfig":
+        if self.paths and self.default != "all":
+            raise ValueError(f"default: expected all, as paths are given, got {self.default!r} with {self.paths}")
+        return self
 
 
 class TokenizerConfig(Stage):
@@ -211,6 +225,65 @@ class TrainConfig(Stage):
     max_shard_size: ByteSize | None = Field(
         default=None,
         description="Most bytes of a file of trained weights, such as 500MB or 2GB (powers of 1,000); none: one file.",
+    )
+
+
+class WslaTrainConfig(TrainConfig):
+    """Write-through adaptation: x_proj alone trains, in small steps."""
+
+    max_delta: Number = Field(
+        default=0.05, ge=0, description="Trust region: largest change of an element in a step; 0: unbounded."
+    )
+
+
+class LoraConfig(Stage):
+    """Low-rank adapters; names and meanings as in PEFT's LoraConfig."""
+
+    r: int = Field(default=8, ge=1, le=1 << 17, description="Rank; at most a target's smaller dimension is used.")
+    lora_alpha: Number = Field(
+        default=16, gt=0, le=1e6, description="What is added is lora_alpha / r B A, r being the rank that is used."
+    )
+    use_rslora: bool = Field(default=False, description="Rank-stabilised: lora_alpha / sqrt(r) in place of / r.")
+    lora_dropout: Number = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of an adapter's input that is dropped in training; conv1d, A_log and embeddings have none.",
+    )
+    target_modules: list[str] = Field(
+        default=["in_proj", "x_proj"],
+        description="What is adapted: " + ", ".join(TARGETS) + ".",
+    )
+
+    @model_validator(mode="after")
+    def _known_targets(self) -> "LoraConfig":
+        unknown = [name for name in self.target_modules if name not in TARGETS]
+        if unknown or not self.target_modules:
+            raise ValueError(
+                f"target_modules: expected some of {', '.join(TARGETS)}, got {unknown or self.target_modules}"
+            )
+        return self
+
+
+class LoraTrainConfig(TrainConfig, LoraConfig):
+    """The training run of adapters on frozen weights."""
+
+    seed: int = Field(default=0, ge=0, description="Seed of the adapters' initial values and of dropout.")
+    adapter: str | None = Field(
+        default=None,
+        min_length=1,
+        description="An adapter folder to continue from; its rank, alpha and targets must be those of this "
+        "configuration. None: a new adapter.",
+    )
+
+
+class MergeConfig(Stage):
+    """How merged weights are written."""
+
+    save_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Dtype of the weights' files.")
+    max_shard_size: ByteSize | None = Field(
+        default=None,
+        description="Most bytes of a file of weights, such as 500MB or 2GB (powers of 1,000); none: one file.",
     )
 
 

@@ -90,7 +90,8 @@ def probe(
             batches = (load(rows, indices) for indices in window[:2])
             began = time.perf_counter()
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # the run finds what is not finite
-                accumulate(ops, mirror.params, state.config, batches, buffers, state.names, kept)
+                names, adapters = state.names, state.adapters
+                accumulate(ops, mirror.params, state.config, batches, buffers, names, kept, adapters, state.dropout)
             spent.append((time.perf_counter() - began) / len(window[:2]))
             if sum(spent) > PROBE_SECONDS:
                 break
@@ -104,7 +105,7 @@ def probe(
 
 def _rest(state: TrainingState, config: TrainConfig, ops: Ops, buffers: GradientBuffers) -> float:
     """Return the seconds of norms and AdamW, of each parameter the second step on a copy."""
-    decay = optimizer.decayed(state.config)
+    decay = optimizer.decayed(state.config, state.adapters)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         began = time.perf_counter()
         ops.global_norm(buffers.arrays)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from mamba_ops.config import MambaConfig
+from mamba_ops.low_rank import with_dropout
 from mamba_ops.model import losses_and_gradients
-from mamba_ops.ops import Array, Batch, Need, Ops, Parameters
+from mamba_ops.ops import NO_ADAPTERS, Adapters, Array, Batch, Dropout, Need, Ops, Parameters
 
 
 class GradientBuffers:
@@ -49,20 +50,24 @@ def accumulate(
     buffers: GradientBuffers,
     need: Need,
     gradient_checkpointing: bool = False,
+    adapters: Adapters = NO_ADAPTERS,
+    dropout: Dropout | None = None,
 ) -> tuple[float, int]:
     """Set `buffers` to the gradients of the negative log-likelihood summed over every target of the batches.
 
     Returns that sum in nats and the number of targets. A batch without targets adds 0. Divided by the number
-    of targets, loss and gradients do not depend on how the rows are split into batches.
+    of targets, loss and gradients do not depend on how the rows are split into batches. dropout: of the adapters.
     """
     buffers.start_step()
-    nll, tokens = 0.0, 0
+    nll, tokens, first = 0.0, 0, 0
     for batch in batches:
         count = batch.target_count
+        used = with_dropout(adapters, dropout._replace(first=first)) if dropout else adapters
+        first += batch.ids.size
         if count:
             with ops.scope():
                 rows = ops.rows(batch)
-                nll += losses_and_gradients(ops, params, config, rows, buffers, need, gradient_checkpointing)
+                nll += losses_and_gradients(ops, params, config, rows, buffers, need, gradient_checkpointing, used)
             tokens += count
     buffers.finish_step()
     return nll, tokens

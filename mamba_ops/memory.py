@@ -9,11 +9,14 @@ from typing import Any, cast
 import numpy as np
 
 from mamba_ops.available import available_memory
-from mamba_ops.config import BatchesConfig, MambaConfig, TrainConfig, byte_size
+from mamba_ops.config import BatchesConfig, LoraConfig, MambaConfig, TrainConfig, byte_size
 from mamba_ops.cpu.tally import Tally
 from mamba_ops.cpu.workspace import Rows
+from mamba_ops.lora import adapters as adapters_of
+from mamba_ops.lora import tensor_shapes
+from mamba_ops.low_rank import with_dropout
 from mamba_ops.model import losses_and_gradients
-from mamba_ops.ops import Ops
+from mamba_ops.ops import NO_ADAPTERS, Adapters, Dropout, Ops
 from mamba_ops.parameters import select, table
 
 BLAS_DEPTH = 320
@@ -60,17 +63,23 @@ def estimate_memory(
     rows: int,
     *,
     names: Iterable[str] | None = None,
+    lora: LoraConfig | None = None,
     threads: int = 1,
     dtype: Any = np.float32,
 ) -> MemoryEstimate:
     """Return what training will take, from shapes: the model runs on a `Tally` for each size of batch in an epoch.
 
-    rows: in an epoch. names: the parameters that train, all for None. The pools are counted exactly.
+    rows: in an epoch. names: the parameters that train, all for None. lora: adapters train in their place. The pools
+    are counted exactly.
     """
     shapes = {name: entry.shape for name, entry in table(config).items()}
-    trained = select(config, names)
+    trained, adapters = select(config, names), NO_ADAPTERS
+    if lora:
+        adapted = tensor_shapes(config, lora)
+        shapes, trained = shapes | adapted, list(adapted)
+        adapters = with_dropout(adapters_of(config, lora), Dropout(lora.lora_dropout, 0, 0))
     tally, itemsize = Tally(dtype), np.dtype(dtype).itemsize
-    _run(tally, config, shapes, trained, train, batches, rows)
+    _run(tally, config, shapes, trained, train, batches, rows, adapters)
     sizes = {name: prod(shape) * itemsize for name, shape in shapes.items()}
     trainable = sum(sizes[name] for name in trained)
     taller = max(shape[0] for shape in shapes.values()) * min(BLAS_DEPTH, batches.batch_size * batches.seq_len)
@@ -81,7 +90,7 @@ def estimate_memory(
         moments=2 * trainable,
         activations=tally.pooled,
         scratch=tally.scratch_bytes + blas + RUNTIME,
-        passing=max(tally.passing, int(READ_BACK * max(sizes.values()))),
+        passing=max(tally.passing, int(READ_BACK * max(sizes[name] for name in (trained if lora else sizes)))),
     )
 
 
@@ -93,6 +102,7 @@ def _run(
     train: TrainConfig,
     batches: BatchesConfig,
     rows: int,
+    adapters: Adapters,
 ) -> None:
     """Make a step of the windows that an epoch has: whole ones, and a last one that may end with a smaller batch."""
     whole = min(rows, batches.batch_size)
@@ -103,7 +113,8 @@ def _run(
         grads = Shapes(shapes)
         for batch in window:
             shape = Rows(batch, batches.seq_len, *3 * [np.empty(0)])
-            losses_and_gradients(cast(Ops, tally), shapes, config, shape, grads, trained, train.gradient_checkpointing)
+            kept = train.gradient_checkpointing
+            losses_and_gradients(cast(Ops, tally), shapes, config, shape, grads, trained, kept, adapters)
     tally.step()
 
 
@@ -114,6 +125,7 @@ def require_memory(
     rows: int,
     *,
     names: Iterable[str] | None = None,
+    lora: LoraConfig | None = None,
     threads: int = 1,
     dtype: Any = np.float32,
     held: int = 0,
@@ -125,7 +137,7 @@ def require_memory(
 
     def estimate(train: TrainConfig, now: BatchesConfig) -> MemoryEstimate:
         cut = -(-rows * batches.seq_len // now.seq_len)
-        return estimate_memory(config, train, now, cut, names=names, threads=threads, dtype=dtype)
+        return estimate_memory(config, train, now, cut, names=names, lora=lora, threads=threads, dtype=dtype)
 
     needed = estimate(train, batches)
     room, source = _room(train, held)

@@ -36,9 +36,9 @@ class Mirror:
         self.adam = AdamState(moments, self._host_adam.counts)
 
     def pull(self) -> None:
-        """Overwrite the host's parameters and moments with the device's."""
-        for array, device in self._pairs():
-            if array is not device:
+        """Overwrite the host's moments, and the parameters that they belong to, with the device's."""
+        for name, array, device in self._pairs():
+            if array is not device and name in self.adam.moments:
                 array[...] = self.ops.read(device)
 
     def push(self, names: Iterable[str]) -> None:
@@ -53,17 +53,18 @@ class Mirror:
     @property
     def one_side(self) -> bool:
         """Whether the ops run on the host's own arrays."""
-        return all(array is device for array, device in self._pairs())
+        return all(array is device for _, array, device in self._pairs())
 
     def close(self) -> None:
         """Free the device's side."""
-        self.ops.release(device for _, device in self._pairs())
+        self.ops.release(device for _, _, device in self._pairs())
 
-    def _pairs(self) -> Iterable[tuple[np.ndarray, Any]]:
+    def _pairs(self) -> Iterable[tuple[str, np.ndarray, Any]]:
         for name, device in self.params.items():
-            yield self.host[name], device
+            yield name, self.host[name], device
         for name, pair in self.adam.moments.items():
-            yield from zip(self._host_adam.moments[name], pair, strict=True)
+            for array, device in zip(self._host_adam.moments[name], pair, strict=True):
+                yield name, array, device
 
 
 class Agreement(NamedTuple):

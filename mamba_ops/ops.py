@@ -10,6 +10,7 @@ of its inputs into destinations.
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -54,6 +55,37 @@ class Batch:
         return int(np.count_nonzero(self.targets != IGNORED))
 
 
+class Dropout(NamedTuple):
+    """Which elements of an adapter's input are dropped: a hash of all this and of token and column, see `dropout.py`.
+
+    rate: the share that is dropped, 0 <= rate < 1. step: of the optimizer. first: tokens of the step before this batch,
+    so that a mask does not depend on how the rows of a step are split into batches.
+    """
+
+    rate: float
+    seed: int
+    step: int
+    first: int = 0
+
+
+class Adapter(NamedTuple):
+    """A low-rank addition to a frozen weight: weight + scale B A (Hu et al. 2021), by the names of its two tensors.
+
+    For a weight of (out, in): A: (r, in), B: (out, r). For the embedding, as in PEFT, A: (r, vocab_size) and
+    B: (d_model, r), and what is added is scale (B A)^T.
+    """
+
+    A: str
+    B: str
+    scale: float
+    dropout: Dropout | None = None
+
+
+Adapters: TypeAlias = Mapping[str, Adapter]
+"""Adapters by the name of the weight that they belong to."""
+
+NO_ADAPTERS: Adapters = MappingProxyType({})
+
 Rows: TypeAlias = Any
 """A batch where the ops want it, with `batch` and `seq_len`; each side has a record of its own."""
 
@@ -89,6 +121,9 @@ class Ops(Protocol):
     def empty(self, rows: int, columns: int) -> Array:
         """Return an uninitialised activation that lives as long as the innermost open scope."""
 
+    def empty_like(self, parameter: Array) -> Array:
+        """Return an uninitialised activation of a parameter's shape."""
+
     def rows(self, batch: Batch) -> Rows:
         """Bring a batch to where the ops run."""
 
@@ -116,11 +151,25 @@ class Ops(Protocol):
     def total(self, losses: Array) -> float:
         """Return the sum of per-token losses, accumulated in float64."""
 
-    def embedding_forward(self, rows: Rows, params: Parameters, weight: str, out: Array) -> None:
-        """out_t = weight[ids_t]. out: (T, d_model)."""
+    def embedding_forward(
+        self, rows: Rows, params: Parameters, weight: str, out: Array, adapter: Adapter | None = None
+    ) -> None:
+        """out_t = weight[ids_t] + scale B A[:, ids_t]. out: (T, d_model), A: (r, vocab_size), B: (d_model, r)."""
 
-    def embedding_backward(self, dy: Array, rows: Rows, weight: str, grads: Gradients, need: Need) -> None:
-        """dweight[i] += sum of dy_t over the t with ids_t = i."""
+    def embedding_backward(
+        self,
+        dy: Array,
+        rows: Rows,
+        params: Parameters,
+        weight: str,
+        grads: Gradients,
+        need: Need,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """dweight[i] += sum of dy_t over the t with ids_t = i; with an adapter, for names in `need`,
+
+        dA[:, i] += scale B^T times that sum, and dB += scale sum_t dy_t A[:, ids_t]^T.
+        """
 
     def rms_norm_forward(self, x: Array, params: Parameters, weight: str, epsilon: float) -> tuple[Array, Any]:
         """y = weight * x / sqrt(mean(x^2) + epsilon). x, y: (T, d_model)."""
@@ -136,10 +185,13 @@ class Ops(Protocol):
         bias: str | None = None,
         residual: Array | None = None,
         out: Array | None = None,
+        adapter: Adapter | None = None,
     ) -> Array:
-        """y = x weight^T + bias + residual. x: (T, in), weight: (out, in), residual, y: (T, out).
+        """y = x weight^T + bias + residual + scale drop(x) A^T B^T.
 
-        Its backward needs nothing but x, so nothing else is saved.
+        x: (T, in), weight: (out, in), residual, y: (T, out), A: (r, in), B: (out, r).
+
+        Its backward needs nothing but x, so nothing else is saved: a mask is a hash, and computed again.
         """
 
     def linear_backward(
@@ -153,8 +205,21 @@ class Ops(Protocol):
         need: Need,
         dx: Array | Columns,
         add: bool = False,
+        adapter: Adapter | None = None,
     ) -> None:
-        """dweight += dy^T x; dbias += column sums of dy; dx (written or added) = dy weight. The residual's is dy."""
+        """dweight += dy^T x; dbias += column sums of dy; dx (written or added) = dy weight. The residual's is dy.
+
+        With an adapter, e = scale dy B: dA += e^T drop(x), dB += scale dy^T drop(x) A^T, and dx has also drop'(e A),
+        the same elements dropped. The weight's own gradient is never formed for it.
+        """
+
+    def low_rank_forward(self, params: Parameters, weight: str, adapter: Adapter) -> Array:
+        """Return weight + scale B A in the weight's shape, (out, ...), for the small weights of other ops."""
+
+    def low_rank_backward(
+        self, dweight: Array, params: Parameters, adapter: Adapter, grads: Gradients, need: Need
+    ) -> None:
+        """dA += scale B^T dweight; dB += scale dweight A^T. dweight: (out, in)."""
 
     def causal_conv1d_forward(
         self,
@@ -217,11 +282,13 @@ class Ops(Protocol):
         grads: Gradients | None = None,
         need: Need = (),
         dx: Array | None = None,
+        adapter: Adapter | None = None,
     ) -> Array:
         """losses_t = log(sum_v exp(x_t . weight_v)) - x_t . weight_target, 0 where the target is `IGNORED`.
 
         x: (T, d_model), weight: (vocab_size, d_model), losses: (T,). With grads, dweight is added and dx
-        written as of the sum of the losses. By row blocks: the (T, vocab_size) logits never exist whole.
+        written as of the sum of the losses. By row blocks: the (T, vocab_size) logits never exist whole. An adapter is
+        that of a tied embedding, A: (r, vocab_size), B: (d_model, r): the logits have also scale (x B) A.
         """
 
     def adamw(
@@ -239,8 +306,12 @@ class Ops(Protocol):
         weight_decay: float,
         gradient_scale: float,
         max_delta: float,
+        rows: tuple[int, int] | None = None,
     ) -> None:
-        """Step `parameter` and its moments in place; `count` is 1 on the first step of this parameter."""
+        """Step `parameter` and its moments in place; `count` is 1 on the first step of this parameter.
+
+        rows: step the rows first .. end - 1 alone, with their part of the gradient; the moments are of those rows.
+        """
 
     def global_norm(self, gradients: Mapping[str, Array]) -> dict[str, float]:
         """Return the L2 norm of each gradient, accumulated in float64; nan or inf where an element is."""

@@ -53,7 +53,7 @@ def init(config: MambaConfig, seed: int, dtype: type = np.float32) -> dict[str, 
     Each parameter has a random stream of its own, so its values do not depend on the others.
     """
     return {
-        name: np.array(entry.init(_stream(seed, name), entry.shape), dtype, order="C")
+        name: np.array(entry.init(stream(seed, name), entry.shape), dtype, order="C")
         for name, entry in table(config).items()
     }
 
@@ -74,7 +74,7 @@ def resize_embeddings(
     for name in dict.fromkeys([EMBEDDING, head_name(config)]):
         old = params[name]
         mean, std = old.mean(axis=0, dtype=np.float64), old.std(axis=0, dtype=np.float64)
-        noise = _stream(seed, f"resize {name}").standard_normal((rows - len(old), old.shape[1]))
+        noise = stream(seed, f"resize {name}").standard_normal((rows - len(old), old.shape[1]))
         resized[name] = np.concatenate([old, (mean + RESIZE_NOISE * std * noise).astype(old.dtype)])
     return config.model_copy(update={"vocab_size": rows}), resized
 
@@ -99,7 +99,8 @@ def count(config: MambaConfig) -> int:
     return sum(math.prod(entry.shape) for entry in table(config).values())
 
 
-def _stream(seed: int, name: str) -> np.random.Generator:
+def stream(seed: int, name: str) -> np.random.Generator:
+    """Return the random stream of one tensor, independent of the others'."""
     return np.random.default_rng([seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")])
 
 

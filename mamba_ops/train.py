@@ -18,7 +18,7 @@ from mamba_ops.gradients import GradientBuffers, accumulate, clip_factor, first_
 from mamba_ops.memory import require_memory
 from mamba_ops.metrics import HISTORY, StepMetrics, append, open_history
 from mamba_ops.mirror import Mirror
-from mamba_ops.ops import Array, Batch, Need, Ops
+from mamba_ops.ops import NO_ADAPTERS, Adapters, Array, Batch, Dropout, Need, Ops
 from mamba_ops.parameters import EMBEDDING
 from mamba_ops.schedule import learning_rate
 from mamba_ops.training_data import (
@@ -95,7 +95,8 @@ def train(
     if isinstance(ops, CpuOps):
         run = state.config, train_config, batches_config, len(rows.starts)
         held = sum(value.nbytes for value in state.params.values())
-        require_memory(*run, names=state.names, threads=ops.threads, dtype=dtype, held=held)
+        trained: dict[str, Any] = {"lora": state.lora} if state.lora else {"names": state.names}
+        require_memory(*run, **trained, threads=ops.threads, dtype=dtype, held=held)
     identity = run_identity(state, train_config, batches_config, data_fingerprint(rows), rows.tokenizer)
     if state.identity:
         check_identity("this state", state.identity, identity)
@@ -118,6 +119,8 @@ def train_step(
     train_config: TrainConfig,
     learning_rate: float,
     need: Need,
+    adapters: Adapters = NO_ADAPTERS,
+    dropout: Dropout | None = None,
 ) -> StepResult:
     """Make one AdamW step on the mean loss over every target of the batches, in place.
 
@@ -126,7 +129,8 @@ def train_step(
     parameter, moment or count changes. Raises ValueError when the batches hold no target.
     """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite is found below
-        nll, tokens = accumulate(ops, params, config, batches, buffers, need, train_config.gradient_checkpointing)
+        kept = train_config.gradient_checkpointing
+        nll, tokens = accumulate(ops, params, config, batches, buffers, need, kept, adapters, dropout)
         norms = ops.global_norm(buffers.arrays)
     if tokens == 0:
         raise ValueError("train_step: expected at least one target token in the batches, got 0")
@@ -141,7 +145,7 @@ def train_step(
     if large is not None:
         reason = f"the gradient of {large} has norm {norms[large] / tokens:.3g}, whose square is not finite"
         return StepResult(loss, tokens, norm, False, reason)
-    decay = optimizer.decayed(config)
+    decay = optimizer.decayed(config, adapters)
     optimizer.step(ops, params, buffers.arrays, state, train_config, learning_rate, factor / tokens, decay)
     return StepResult(loss, tokens, norm, factor < 1, "")
 
@@ -221,8 +225,19 @@ def _next_step(
     before = time.monotonic()
     rate = learning_rate(config, state.step + 1, total)
     loaded = (load(rows, indices) for indices in batches)
-    names, ops = buffers.arrays, mirror.ops
-    result = train_step(ops, mirror.params, state.config, loaded, buffers, mirror.adam, config, rate, names)
+    result = train_step(
+        mirror.ops,
+        mirror.params,
+        state.config,
+        loaded,
+        buffers,
+        mirror.adam,
+        config,
+        rate,
+        buffers.arrays,
+        state.adapters,
+        state.dropout,
+    )
     now = time.monotonic()
     state.step += 1
     state.tokens_seen += result.tokens

@@ -18,9 +18,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mamba_ops.config import BatchesConfig, MambaConfig, TrainConfig
+from mamba_ops.config import BatchesConfig, LoraConfig, MambaConfig, TrainConfig
 from mamba_ops.fingerprint import atomic_directory, digest, file_digest, write_json
+from mamba_ops.lora import adapters, initial, tensor_shapes
 from mamba_ops.metrics import HISTORY
+from mamba_ops.ops import NO_ADAPTERS, Adapters, Dropout
 from mamba_ops.optimizer import AdamState, adam_state
 from mamba_ops.parameters import init, select, table
 from mamba_ops.tensors import CheckpointError, fingerprint, load_tensors, mismatch, save_tensors
@@ -59,7 +61,8 @@ class TrainingState:
 
     step: windows done, skipped ones included; with the run's configuration it says which epoch, batch and
     rate come next. seconds: wall time, all resumed parts together. identity: what the run belongs to, empty
-    until training has begun. ops: the name of the ops that train it.
+    until training has begun. ops: the name of the ops that train it. With lora the parameters hold the frozen weights
+    and the adapters' tensors, which alone train; seed: of their initial values and of dropout.
     """
 
     config: MambaConfig
@@ -73,6 +76,19 @@ class TrainingState:
     seconds: float = 0.0
     identity: dict[str, Any] = field(default_factory=dict)
     ops: str = "NumPy"
+    lora: LoraConfig | None = None
+    adapters: Adapters = field(default_factory=lambda: NO_ADAPTERS)
+    seed: int = 0
+
+    @property
+    def trained(self) -> dict[str, np.ndarray]:
+        """The parameters that train."""
+        return {name: self.params[name] for name in self.names}
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """The dropout of the next step."""
+        return Dropout(self.lora.lora_dropout, self.seed, self.step) if self.lora else None
 
     @property
     def trainable(self) -> int:
@@ -86,26 +102,29 @@ def start(
     *,
     seed: int = 0,
     names: Iterable[str] | None = None,
+    lora: LoraConfig | None = None,
+    adapter: Mapping[str, np.ndarray] | None = None,
     dtype: Any = np.float32,
 ) -> TrainingState:
     """Return the state before the first step; it owns a copy of `params`, or fresh parameters from `seed`.
 
     names: the parameters that train, all for None; the others stay as they are, without gradient or moments.
-    Raises ValueError on parameters that do not fit the config, unknown names, and no names.
+    lora: adapters train and nothing else, fresh ones from `seed` or those with the tensors of `adapter`.
+    Raises ValueError on parameters that do not fit the config, unknown names, no names, and names together with lora.
     """
+    if lora and names is not None:
+        raise ValueError(f"names: with lora the adapters alone train, expected none, got {sorted(names)[:5]}")
     shapes = {name: entry.shape for name, entry in table(config).items()}
     if params is None:
         own = init(config, seed, dtype)
     else:
-        found = {name: tuple(np.shape(value)) for name, value in params.items()}
-        wrong = [
-            f"{name}: found {found.get(name, 'none')}, expected {shapes.get(name, 'none')}"
-            for name in shapes | found
-            if found.get(name) != shapes.get(name)
-        ]
-        if wrong:
-            raise ValueError(f"parameters do not fit the config: {'; '.join(wrong[:5])}")
+        _check_shapes("parameters", params, shapes)
         own = {name: np.array(params[name], dtype=dtype, order="C") for name in shapes}
+    if lora:
+        tensors = _adapter_tensors(config, lora, seed, adapter, dtype)
+        own |= tensors
+        found = adapters(config, lora)
+        return TrainingState(config, own, list(tensors), adam_state(own, tensors), lora=lora, adapters=found, seed=seed)
     chosen = select(config, names)
     if not chosen:
         raise ValueError(f"names: expected at least one parameter to train, got none of {list(shapes)}")
@@ -119,9 +138,11 @@ def run_identity(
 
     Called before the first step: the base weights are part of it. `fingerprint.digest` of it names the run.
     """
-    return {
+    fields = set(TrainConfig.model_fields) - UNRELATED_TO_RESULT
+    adapted = {"lora": state.lora.model_dump(mode="json") | {"seed": state.seed}} if state.lora else {}
+    return adapted | {
         "model": state.config.model_dump(mode="json"),
-        "train": train.model_dump(mode="json", exclude=set(UNRELATED_TO_RESULT)),
+        "train": train.model_dump(mode="json", include=fields),
         "batches": batches.model_dump(mode="json"),
         "data": data,
         "tokenizer": tokenizer,
@@ -167,7 +188,7 @@ def save_checkpoint(folder: Path, state: TrainingState, history: BinaryIO) -> No
     os.fsync(history.fileno())
     path = folder / CHECKPOINTS / f"step-{state.step:08d}"
     with atomic_directory(path) as temporary:
-        save_tensors(temporary / WEIGHTS, state.params, {"format": "pt"})
+        save_tensors(temporary / WEIGHTS, state.trained, {"format": "pt"})
         save_tensors(temporary / MOMENTS, _moment_tensors(state.adam))
         values = {name: getattr(state, name) for name in COUNTERS} | {
             "counts": state.adam.counts,
@@ -221,7 +242,7 @@ def _load(path: Path, state: TrainingState) -> int:
     versions = VERSIONS | {"ops": state.ops}
     if values["versions"] != versions:
         log.warning("%s: written by %s, read by %s: not bit for bit from here", path, values["versions"], versions)
-    targets = [(WEIGHTS, state.params), (MOMENTS, _moment_tensors(state.adam))]
+    targets = [(WEIGHTS, state.trained), (MOMENTS, _moment_tensors(state.adam))]
     loaded = [(load_tensors(path / name), arrays) for name, arrays in targets]
     for tensors, arrays in loaded:
         for name, array in arrays.items():
@@ -242,6 +263,28 @@ def _read_state(path: Path) -> dict[str, Any]:
     if found != expected:
         raise mismatch(path, "digest", found, expected)
     return values
+
+
+def _adapter_tensors(
+    config: MambaConfig, lora: LoraConfig, seed: int, given: Mapping[str, np.ndarray] | None, dtype: Any
+) -> dict[str, np.ndarray]:
+    """Return fresh tensors, or a copy of the given ones; raises ValueError where these do not fit."""
+    if given is None:
+        return initial(config, lora, seed, dtype)
+    shapes = tensor_shapes(config, lora)
+    _check_shapes("adapter", given, shapes)
+    return {name: np.array(given[name], dtype=dtype, order="C") for name in shapes}
+
+
+def _check_shapes(what: str, given: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    found = {name: tuple(np.shape(value)) for name, value in given.items()}
+    wrong = [
+        f"{name}: found {found.get(name, 'none')}, expected {shapes.get(name, 'none')}"
+        for name in {**shapes, **found}
+        if found.get(name) != shapes.get(name)
+    ]
+    if wrong:
+        raise ValueError(f"{what}: tensors do not fit the config: {'; '.join(wrong[:5])}")
 
 
 def _moment_tensors(adam: AdamState) -> dict[str, np.ndarray]:

@@ -76,8 +76,8 @@ def one_bad_gradient(monkeypatch, name, value, calls=None):
     """Make the model's gradient of a parameter hold a value, in the given calls only."""
     real, made = mamba_ops.gradients.losses_and_gradients, []
 
-    def poisoned(ops, params, config, rows, grads, need, checkpointing=False):
-        total = real(ops, params, config, rows, grads, need, checkpointing)
+    def poisoned(ops, params, config, rows, grads, *more):
+        total = real(ops, params, config, rows, grads, *more)
         made.append(total)
         if calls is None or len(made) in calls:
             grads.arrays[name].flat[1] = value

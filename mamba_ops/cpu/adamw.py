@@ -24,12 +24,16 @@ def adamw(
     weight_decay: float,
     gradient_scale: float,
     max_delta: float,
+    rows: tuple[int, int] | None = None,
 ) -> None:
     """m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, with g = gradient_scale * gradient; then
 
     theta += clamp(-learning_rate (weight_decay theta + m / (1 - beta1^count) / (sqrt(v / (1 - beta2^count)) +
     epsilon)), -max_delta, max_delta), unclamped for max_delta 0. All arrays C-contiguous, changed in place.
+    With `rows` only the rows first .. end - 1 of parameter and gradient, which are all of the moments'.
     """
+    if rows is not None:
+        parameter, gradient = parameter[slice(*rows)], gradient[slice(*rows)]
     theta, grad, m, v = (array.reshape(-1) for array in (parameter, gradient, moment1, moment2))
     root = math.sqrt(1 - beta2**count)
     rate = learning_rate / (1 - beta1**count) * root

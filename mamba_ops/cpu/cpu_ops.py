@@ -8,6 +8,7 @@ from mamba_ops.cpu.embedding import embedding_backward, embedding_forward
 from mamba_ops.cpu.global_norm import global_norm
 from mamba_ops.cpu.linear import linear_backward, linear_forward
 from mamba_ops.cpu.linear_cross_entropy import linear_cross_entropy_forward
+from mamba_ops.cpu.low_rank import low_rank_backward, low_rank_forward
 from mamba_ops.cpu.rms_norm import rms_norm_backward, rms_norm_forward
 from mamba_ops.cpu.selective_scan import selective_scan_backward, selective_scan_forward
 from mamba_ops.cpu.workspace import Workspace
@@ -27,6 +28,8 @@ class CpuOps(Workspace):
     linear_backward = linear_backward
     linear_cross_entropy_forward = linear_cross_entropy_forward
     linear_forward = linear_forward
+    low_rank_backward = low_rank_backward
+    low_rank_forward = low_rank_forward
     rms_norm_backward = rms_norm_backward
     rms_norm_forward = rms_norm_forward
     selective_scan_backward = selective_scan_backward

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from mamba_ops.cpu import adamw, causal_conv1d, global_norm, linear_cross_entropy, rms_norm
+from mamba_ops.cpu import adamw, causal_conv1d, global_norm, linear_cross_entropy, low_rank, rms_norm
+from mamba_ops.cpu.products import part_height
 from mamba_ops.cpu.scan_block import open_block
 from mamba_ops.cpu.scan_plan import CHUNK, Plan, make_plan, small
 from mamba_ops.cpu.selective_scan import Chunk
 from mamba_ops.cpu.workspace import Rows, Workspace
-from mamba_ops.ops import Columns, Gradients, Need
+from mamba_ops.ops import Adapter, Columns, Dropout, Gradients, Need
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -73,14 +74,45 @@ class Tally:
         """Return 0."""
         return 0.0
 
-    def embedding_forward(self, *_: Any) -> None:
-        """Takes nothing."""
+    def empty_like(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """As `Workspace.empty_like`."""
+        self.empty(parameter[0], prod(parameter[1:]))
+        return parameter
 
-    def embedding_backward(self, dy: Shape, rows: Rows, weight: str, grads: Gradients, need: Need) -> None:
+    def embedding_forward(
+        self, rows: Rows, params: Shapes, weight: str, out: Shape, adapter: Adapter | None = None
+    ) -> None:
+        """What the adapter adds."""
+        if adapter is not None:
+            with self.scope():
+                self.empty(params[adapter.A][0], out.rows)
+                self._add_low_rank(out)
+
+    def embedding_backward(
+        self,
+        dy: Shape,
+        rows: Rows,
+        params: Shapes,
+        weight: str,
+        grads: Gradients,
+        need: Need,
+        adapter: Adapter | None = None,
+    ) -> None:
         """Gradients in the order of ids, their sums by id, and the rows they are added to."""
         if weight in need:
             grads.take(weight)
             self._pass(3 * prod(dy))
+        if adapter is None:
+            return
+        rank = params[adapter.A][0]
+        with self.scope():
+            if adapter.A in need:
+                grads.take(adapter.A)
+                self.empty(dy.rows, rank)
+                self._pass(3 * dy.rows * rank)
+            if adapter.B in need:
+                self.empty(rank, dy.rows)
+                self._add_product(*grads.take(adapter.B))
 
     def rms_norm_forward(self, x: Shape, *_: Any) -> tuple[Shape, Shape]:
         """y and the scales."""
@@ -100,10 +132,18 @@ class Tally:
         bias: str | None = None,
         residual: Shape | None = None,
         out: Shape | None = None,
+        adapter: Adapter | None = None,
     ) -> Shape:
-        """y, unless it is given."""
-        rows = x.array.rows if isinstance(x, Columns) else x.rows
-        return self.empty(rows, params[weight][0]) if out is None else out
+        """y, unless it is given, and what the adapter makes on the way."""
+        x = _whole(x)
+        y = self.empty(x.rows, params[weight][0]) if out is None else out
+        if adapter is not None:
+            with self.scope():
+                if self._mask(x, adapter.dropout):
+                    self.empty(*x)
+                self.empty(x.rows, params[adapter.A][0])
+                self._add_low_rank(y)
+        return y
 
     def linear_backward(
         self,
@@ -116,12 +156,39 @@ class Tally:
         need: Need,
         dx: Shape | Columns,
         add: bool = False,
+        adapter: Adapter | None = None,
     ) -> None:
-        """The products that are added to something."""
+        """The products that are added to something, and what the adapter makes on the way."""
+        x, dx = _whole(x), _whole(dx)
         if weight in need:
             self._add_product(*grads.take(weight))
-        rows = dx.array.rows if isinstance(dx, Columns) else dx.rows
-        self._add_product((rows, params[weight][1]), add)
+        self._add_product(dx, add)
+        if adapter is None:
+            return
+        rank = params[adapter.A][0]
+        with self.scope():
+            masked = self._mask(x, adapter.dropout)
+            self.empty(x.rows, rank)
+            self._add_low_rank(dx)
+            if masked and (adapter.A in need or adapter.B in need):
+                self.empty(*x)
+            if adapter.A in need:
+                self._add_product(*grads.take(adapter.A))
+            if adapter.B in need:
+                self.empty(x.rows, rank)
+                self._add_product(*grads.take(adapter.B))
+
+    def low_rank_forward(self, params: Shapes, weight: str, adapter: Adapter) -> tuple[int, ...]:
+        """The sum."""
+        return self.empty_like(params[weight])
+
+    def low_rank_backward(
+        self, dweight: tuple[int, ...], params: Shapes, adapter: Adapter, grads: Gradients, need: Need
+    ) -> None:
+        """The products that are added to something."""
+        for name in (adapter.A, adapter.B):
+            if name in need:
+                self._add_product(*grads.take(name))
 
     def causal_conv1d_forward(self, rows: Rows, x: Columns, params: Shapes, weight: str, *_: Any) -> tuple[Shape, Any]:
         """y."""
@@ -167,6 +234,7 @@ class Tally:
         grads: Gradients | None = None,
         need: Need = (),
         dx: Shape | None = None,
+        adapter: Adapter | None = None,
     ) -> Shape:
         """Losses, and the logits of a block of rows."""
         losses = self.empty(x.rows, 1)
@@ -174,10 +242,35 @@ class Tally:
         block = max(1, linear_cross_entropy.BLOCK_ELEMENTS // vocab_size)
         with self.scope():
             self.empty(min(block, x.rows), vocab_size)
-            for _first in range(0, x.rows, block):
-                if grads is not None and weight in need:
+            for first in range(0, x.rows, block):
+                part = Shape(min(block, x.rows - first), x.columns)
+                if adapter is not None:
+                    with self.scope():
+                        self.empty(part.rows, params[adapter.A][0])
+                        self._add_low_rank(Shape(part.rows, vocab_size))
+                if grads is None:
+                    continue
+                if weight in need:
                     self._add_product(*grads.take(weight))
+                if adapter is not None:
+                    self._head_adapter(part, params, adapter, grads, need, dx)
         return losses
+
+    def _head_adapter(
+        self, x: Shape, params: Shapes, adapter: Adapter, grads: Gradients, need: Need, dx: Shape | None
+    ) -> None:
+        """What the adapter of a tied head makes on the way back."""
+        rank = params[adapter.A][0]
+        with self.scope():
+            if adapter.A in need:
+                self.empty(x.rows, rank)
+                self._add_product(*grads.take(adapter.A))
+            if adapter.B in need or dx is not None:
+                self.empty(x.rows, rank)
+            if adapter.B in need:
+                self._add_product(*grads.take(adapter.B))
+            if dx is not None:
+                self._add_low_rank(x)
 
     def step(self) -> None:
         """The scratch of `global_norm` and `adamw`."""
@@ -190,6 +283,19 @@ class Tally:
             with self.scope():
                 self.empty(*shape)
 
+    def _add_low_rank(self, out: Shape) -> None:
+        with self.scope():
+            self.empty(part_height(*out), out.columns)
+
+    def _mask(self, x: Shape, dropout: Dropout | None) -> bool:
+        """Count the mask of x and return whether there is one."""
+        if dropout is None or dropout.rate == 0:
+            return False
+        self.empty(x.rows, low_rank.mask_columns(x.columns, self.dtype))
+        for name in ("mask_h", "mask_shifted"):
+            self.scratch(name, max(low_rank.MASK_ELEMENTS, x.columns), (), np.uint32)
+        return True
+
     def _scan_scratch(self, plan: Plan, count: int, backward: bool) -> None:
         A, this = np.empty((plan.d_state, plan.width), self.dtype), cast(Workspace, self)
         open_block(this, plan, A, plan.group, backward)
@@ -197,3 +303,7 @@ class Tally:
 
     def _pass(self, elements: int) -> None:
         self.passing = max(self.passing, elements * self.dtype.itemsize)
+
+
+def _whole(columns: Shape | Columns) -> Shape:
+    return Shape(columns.array.rows, columns.width) if isinstance(columns, Columns) else columns

@@ -64,6 +64,10 @@ class Workspace:
         self._scopes[-1].append(buffer)
         return buffer.reshape(rows, columns)
 
+    def empty_like(self, parameter: np.ndarray) -> np.ndarray:
+        """Return an uninitialised activation of a parameter's shape."""
+        return self.empty(len(parameter), parameter.size // len(parameter)).reshape(parameter.shape)
+
     def held_bytes(self) -> int:
         """Return the bytes of all activation buffers, in use or free."""
         return sum(buffer.nbytes for pool in (*self._free.values(), *self._scopes) for buffer in pool)

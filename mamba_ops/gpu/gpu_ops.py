@@ -8,6 +8,7 @@ from mamba_ops.gpu.embedding import embedding_backward, embedding_forward
 from mamba_ops.gpu.global_norm import global_norm
 from mamba_ops.gpu.linear import linear_backward, linear_forward
 from mamba_ops.gpu.linear_cross_entropy import linear_cross_entropy_forward, total
+from mamba_ops.gpu.low_rank import low_rank_backward, low_rank_forward
 from mamba_ops.gpu.rms_norm import rms_norm_backward, rms_norm_forward
 from mamba_ops.gpu.selective_scan import selective_scan_backward, selective_scan_forward
 from mamba_ops.gpu.workspace import GpuWorkspace
@@ -45,6 +46,8 @@ class GpuOps(GpuWorkspace):
     linear_backward = linear_backward
     linear_cross_entropy_forward = linear_cross_entropy_forward
     linear_forward = linear_forward
+    low_rank_backward = low_rank_backward
+    low_rank_forward = low_rank_forward
     rms_norm_backward = rms_norm_backward
     rms_norm_forward = rms_norm_forward
     selective_scan_backward = selective_scan_backward

@@ -5,9 +5,9 @@ import math
 import numpy as np
 
 from mamba_ops.gpu.device import DeviceError, grid
-from mamba_ops.gpu.linear import gemm
-from mamba_ops.gpu.workspace import DeviceArray, DeviceRows, GpuWorkspace, Part, Range
-from mamba_ops.ops import Gradients, Need, Parameters
+from mamba_ops.gpu.products import gemm
+from mamba_ops.gpu.workspace import DeviceArray, DeviceRows, GpuWorkspace, Part, Range, range_of
+from mamba_ops.ops import Adapter, Gradients, Need, Parameters
 
 BLOCK_BYTES = 1 << 28
 TILE = 128
@@ -26,11 +26,13 @@ def linear_cross_entropy_forward(
     grads: Gradients | None = None,
     need: Need = (),
     dx: DeviceArray | None = None,
+    adapter: Adapter | None = None,
 ) -> DeviceArray:
     """losses_t = log(sum_v exp(x_t . weight_v)) - x_t . weight_target, 0 where the target is `IGNORED`.
 
     x: (T, d_model), weight: (vocab_size, d_model), losses: (T,). With grads the sum is differentiated on the
-    way: p = softmax - onehot, dx = p weight is written, dweight += p^T x. Raises ValueError when the rows hold a
+    way: p = softmax - onehot, dx = p weight is written, dweight += p^T x. An adapter is that of a tied embedding,
+    A: (r, vocab_size), B: (d_model, r): the logits have also scale (x B) A. Raises ValueError when the rows hold a
     target that the weight has no row for, DeviceError when one row of logits is above the binding limit.
     """
     w = params[weight]
@@ -46,13 +48,18 @@ def linear_cross_entropy_forward(
             count = min(block, T - first)
             inputs = _rows_from(x, first)
             _logits(ops, inputs, w, logits, count)
+            if adapter is not None:
+                _adapter_logits(ops, inputs, params, adapter, logits, count)
             _softmax_losses(ops, rows, logits, losses, vocab_size, first, count, gradient=grads is not None)
             if grads is None:
                 continue
             if weight in need:
                 _weight_gradient(ops, logits, inputs, count, *grads.take(weight))
-            if dx is not None:
-                _input_gradient(ops, logits, w, _rows_from(dx, first), count)
+            dinputs = None if dx is None else _rows_from(dx, first)
+            if dinputs is not None:
+                _input_gradient(ops, logits, w, dinputs, count)
+            if adapter is not None:
+                _adapter_gradients(ops, logits, inputs, params, adapter, grads, need, dinputs, count)
     return losses
 
 
@@ -135,3 +142,54 @@ def _input_gradient(ops: GpuWorkspace, p: DeviceArray, w: DeviceArray, dx: Range
         rows = Range(part.buffer, w.width, 0, w.width)
         add = part.first > 0
         gemm(ops, "nn", _columns_of(p, part), rows, dx, count, w.width, part.rows, add=add, label="logits' dx")
+
+
+def _adapter_logits(
+    ops: GpuWorkspace, x: Range, params: Parameters, adapter: Adapter, logits: DeviceArray, count: int
+) -> None:
+    """logits += scale (x B) A. x: (count, d_model). A is one part, whatever the parts of the weight."""
+    A = params[adapter.A]
+    rank, vocab_size = A.shape
+    with ops.scope():
+        h = _projected(ops, x, params[adapter.B], count)
+        to = _rows_from(logits, 0)
+        gemm(ops, "nn", h, range_of(A), to, count, vocab_size, rank, add=True, scale=adapter.scale, label="logits")
+
+
+def _adapter_gradients(
+    ops: GpuWorkspace,
+    p: DeviceArray,
+    x: Range,
+    params: Parameters,
+    adapter: Adapter,
+    grads: Gradients,
+    need: Need,
+    dx: Range | None,
+    count: int,
+) -> None:
+    """dA += scale (x B)^T p, dB += x^T q and dx += q B^T, with q = scale p A^T: (count, r). x, dx: (count, d_model)."""
+    A, B = params[adapter.A], params[adapter.B]
+    (rank, vocab_size), d_model, source = A.shape, B.shape[0], _rows_from(p, 0)
+    with ops.scope():
+        if adapter.A in need:
+            gradient, add = grads.take(adapter.A)
+            h, target = _projected(ops, x, B, count), range_of(gradient)
+            gemm(
+                ops, "tn", h, source, target, rank, vocab_size, count, add=add, scale=adapter.scale, label="logits' dA"
+            )
+        if adapter.B not in need and dx is None:
+            return
+        q = range_of(ops.empty(count, rank))
+        gemm(ops, "nt", source, range_of(A), q, count, rank, vocab_size, scale=adapter.scale, label="logits' dB")
+        if adapter.B in need:
+            gradient, add = grads.take(adapter.B)
+            gemm(ops, "tn", x, q, range_of(gradient), d_model, rank, count, add=add, label="logits' dB")
+        if dx is not None:
+            gemm(ops, "nt", q, range_of(B), dx, count, d_model, rank, add=True, label="logits' dx")
+
+
+def _projected(ops: GpuWorkspace, x: Range, B: DeviceArray, count: int) -> Range:
+    """Return x B: (count, r), in the open scope. x: (count, d_model)."""
+    h = range_of(ops.empty(count, B.shape[1]))
+    gemm(ops, "nn", x, range_of(B), h, count, B.shape[1], B.shape[0])
+    return h

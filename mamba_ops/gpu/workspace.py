@@ -140,6 +140,10 @@ class GpuWorkspace:
             self.device.write(buffer, np.full(size // 4, np.nan, np.float32))
         return DeviceArray((rows, columns), (Part(0, rows, buffer),))
 
+    def empty_like(self, parameter: DeviceArray) -> DeviceArray:
+        """Return an uninitialised activation of a parameter's shape, in one part."""
+        return DeviceArray(parameter.shape, self.empty(parameter.shape[0], parameter.width).parts)
+
     def held_bytes(self) -> int:
         """Return the bytes of every array of this workspace, activations in use or free included."""
         pooled = [buffer.size for pool in (*self._free.values(), *self._scopes) for buffer in pool]
@@ -186,9 +190,9 @@ class GpuWorkspace:
             self._kept.pop(id(buffer), None)
         self.device.free(buffers)
 
-    def values(self, key: Hashable, *numbers: float) -> wgpu.GPUBuffer:
-        """Return a storage buffer with these float32 numbers; the next call with the same key overwrites it."""
-        data = np.array(numbers, np.float32)
+    def values(self, key: Hashable, *numbers: float, dtype: type = np.float32) -> wgpu.GPUBuffer:
+        """Return a storage buffer with these 32-bit numbers; the next call with the same key overwrites it."""
+        data: np.ndarray = np.array(numbers, dtype)
         buffer, old = self._values.get(key, (None, b""))
         if buffer is None:
             buffer = self._kept_buffer(data.nbytes, f"the values of {key}")

@@ -4,6 +4,7 @@ The adapter is the one that MAMBA_TEST_ADAPTER names; where it is missing, the t
 where that is missing, they are skipped.
 """
 
+import hashlib
 import os
 from contextlib import ExitStack
 
@@ -70,6 +71,12 @@ def gpu_once(gpu_with):
     return gpu_with()
 
 
+@pytest.fixture(params=[True, False], ids=["checked", "unchecked"])
+def ops(request, gpu_with):
+    """The GPU's ops with run-time checks on and off, for kernels without subgroups; fresh buffers hold NaN."""
+    return gpu_with(checks=request.param)
+
+
 @pytest.fixture
 def assert_close():
     """Return the comparison `assert_close(found, reference, tolerance)` of a device array with a float64 one."""
@@ -85,3 +92,27 @@ def _assert_close(found, reference, tolerance, name=""):
     assert np.isfinite(found).all(), f"{name}: {np.count_nonzero(~np.isfinite(found))} of {found.size} not finite"
     difference, largest = np.abs(found - reference).max(initial=0), np.abs(reference).max(initial=0)
     assert difference <= tolerance * largest, f"{name}: {difference:.3e} of {largest:.3e}, more than {tolerance:g}"
+
+
+@pytest.fixture
+def kept_of():
+    """Return `kept_of(dropout, weight, rows, columns)`: which elements stay, by integers of Python, not the library."""
+    return _kept_of
+
+
+def _kept_of(dropout, weight, rows, columns):
+    words = hashlib.sha256(f"{dropout.seed} {dropout.step} {weight}".encode()).digest()
+    key0, key1 = (int.from_bytes(words[at : at + 4], "little") for at in (0, 4))
+    least = min(round(dropout.rate * 2**32), 2**32 - 1)
+    kept = np.empty((rows, columns), bool)
+    for t in range(rows):
+        row = (_mix(key0 ^ ((dropout.first + t) % 2**32)) + key1) % 2**32
+        for c in range(columns):
+            kept[t, c] = _mix(row ^ (c * 0x9E3779B9 % 2**32)) >= least
+    return kept
+
+
+def _mix(x):
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        x = (x ^ (x >> shift)) * factor % 2**32
+    return x

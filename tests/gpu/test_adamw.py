@@ -1,9 +1,15 @@
 """The AdamW kernel against its formula in float64."""
 
+import itertools
+
 import numpy as np
 import pytest
 
+from mamba_ops import optimizer
+from mamba_ops.config import TrainConfig
 from mamba_ops.gpu import adamw as module
+from mamba_ops.optimizer import AdamState, gather
+from mamba_ops.ownership import shards
 from mamba_ops.parameters import EMBEDDING
 
 SETTINGS = dict(
@@ -124,3 +130,65 @@ def test_case_48_row_parts_change_nothing(gpu, monkeypatch, limit):
         cut.step(**SETTINGS)
     for one, other in zip(whole.found(), cut.found(), strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("limit", [None, 512, 160])
+@pytest.mark.parametrize("edges", [[0, 40], [0, 1, 17, 17, 39, 40], [0, 33, 40]])
+def test_row_ranges_together_are_the_whole_step(gpu, monkeypatch, edges, limit):
+    """Ranges reach over row parts, and above the limit their moments lie in parts of their own."""
+    whole = Stepped(gpu, (40, 8), EMBEDDING)
+    monkeypatch.setattr(gpu.device, "binding_limit", limit or gpu.device.binding_limit)
+    cut = Stepped(gpu, (40, 8), EMBEDDING)
+    assert (len(cut.p.parts) == 1) == (limit is None)
+    ranges = list(itertools.pairwise(edges))
+    moments = [
+        [gpu.upload_parameter(EMBEDDING, np.zeros((end - first, 8), np.float32)) for _ in range(2)]
+        for first, end in ranges
+    ]
+    for count in (1, 2):
+        whole.step(**SETTINGS)
+        gpu.write_parameter(cut.g, gpu.read(whole.g))
+        for rows, pair in zip(ranges, moments, strict=True):
+            gpu.adamw(cut.p, cut.g, *pair, count, **SETTINGS, rows=rows)
+    assert gpu.read(cut.p).tobytes() == gpu.read(whole.p).tobytes()
+    for wanted, parts in zip((whole.m, whole.v), zip(*moments, strict=True), strict=True):
+        assert np.concatenate([gpu.read(part) for part in parts]).tobytes() == gpu.read(wanted).tobytes()
+
+
+@pytest.mark.parametrize("shape", [(9,), (9, 2, 3)])
+def test_rows_outside_a_range_stay(gpu, shape):
+    p, g = (gpu.upload(np.ones(shape, np.float32)) for _ in range(2))
+    m, v = (gpu.upload(np.zeros((3, *shape[1:]), np.float32)) for _ in range(2))
+    gpu.adamw(p, g, m, v, 1, **SETTINGS, rows=(4, 7))
+    changed = (gpu.read(p) != 1).reshape(9, -1)
+    assert (changed.all(axis=1) == changed.any(axis=1)).all()
+    assert np.flatnonzero(changed.any(axis=1)).tolist() == [4, 5, 6]
+
+
+@pytest.mark.parametrize("limit", [None, 400])
+@pytest.mark.parametrize("number", [1, 3, 5])
+def test_steps_of_shards_are_the_whole_step(gpu_once, monkeypatch, number, limit):
+    monkeypatch.setattr(gpu_once.device, "binding_limit", limit or gpu_once.device.binding_limit)
+    rng = np.random.default_rng(0)
+    shapes = {EMBEDDING: (21, 6), "a": (7, 6), "b": (13,)}
+    start = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    whole, cut = ({name: gpu_once.upload_parameter(name, value) for name, value in start.items()} for _ in range(2))
+    assert len(cut[EMBEDDING].parts) == (1 if limit is None else 2)
+    grads = {name: gpu_once.zeros_like(value) for name, value in whole.items()}
+    owned = shards(shapes, number)
+    state, states = AdamState({}, {}), [AdamState({}, {}) for _ in owned]
+    for _ in range(20):
+        for value in grads.values():
+            gpu_once.write_parameter(value, rng.standard_normal(value.shape).astype(np.float32))
+        optimizer.step(gpu_once, whole, grads, state, TrainConfig(), 1e-2, 0.5, {"a"})
+        for rows, own in zip(owned, states, strict=True):
+            optimizer.step(gpu_once, cut, grads, own, TrainConfig(), 1e-2, 0.5, {"a"}, rows)
+    for name in shapes:
+        assert gpu_once.read(cut[name]).tobytes() == gpu_once.read(whole[name]).tobytes(), name
+    host = [
+        AdamState({name: tuple(map(gpu_once.read, pair)) for name, pair in own.moments.items()}, own.counts)
+        for own in states
+    ]
+    for name, pair in gather(owned, host).moments.items():
+        for one, other in zip(pair, state.moments[name], strict=True):
+            assert one.tobytes() == gpu_once.read(other).tobytes(), name

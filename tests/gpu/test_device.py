@@ -12,7 +12,7 @@ from mamba_ops.gpu import adapters, timestamps
 from mamba_ops.gpu import device as module
 from mamba_ops.gpu.adapters import choose, list_adapters, open_device, safe_without_checks
 from mamba_ops.gpu.device import DeviceError, grid
-from mamba_ops.gpu.linear import gemm
+from mamba_ops.gpu.products import gemm
 from mamba_ops.gpu.workspace import GpuWorkspace, range_of
 from mamba_ops.parameters import EMBEDDING
 

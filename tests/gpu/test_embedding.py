@@ -5,7 +5,7 @@ import pytest
 
 from mamba_ops.cpu import open_cpu
 from mamba_ops.gradients import GradientBuffers
-from mamba_ops.ops import Batch
+from mamba_ops.ops import Adapter, Batch
 from mamba_ops.parameters import EMBEDDING
 
 SHAPES = [(1, 1, 1), (2, 8, 3), (67, 11, 5), (131, 40, 64), (300, 3, 129), (257, 1000, 33)]
@@ -29,7 +29,7 @@ def backward(ops, weight, ids, dy, calls=1):
     params = {EMBEDDING: ops.upload_parameter(EMBEDDING, weight)}
     grads, upstream = poisoned(ops, params), ops.upload(dy)
     for _ in range(calls):
-        ops.embedding_backward(upstream, rows_of(ops, ids), EMBEDDING, grads, params)
+        ops.embedding_backward(upstream, rows_of(ops, ids), params, EMBEDDING, grads, params)
     return ops.read(grads.arrays[EMBEDDING])
 
 
@@ -37,7 +37,7 @@ def reference(weight, ids, dy, calls=1):
     cpu, params = open_cpu(np.float64, threads=1), {EMBEDDING: weight.astype(np.float64)}
     grads = GradientBuffers(params, params)
     for _ in range(calls):
-        cpu.embedding_backward(dy.astype(np.float64), rows_of(cpu, ids), EMBEDDING, grads, params)
+        cpu.embedding_backward(dy.astype(np.float64), rows_of(cpu, ids), params, EMBEDDING, grads, params)
     return grads.arrays[EMBEDDING]
 
 
@@ -122,8 +122,83 @@ def test_case_48_row_parts_change_nothing(gpu, monkeypatch, limit):
 
 def test_a_frozen_embedding_gets_no_gradient(gpu_once):
     grads = GradientBuffers({}, (), gpu_once)
-    gpu_once.embedding_backward(gpu_once.empty(2, 2), rows_of(gpu_once, [0, 1]), EMBEDDING, grads, ())
+    gpu_once.embedding_backward(gpu_once.empty(2, 2), rows_of(gpu_once, [0, 1]), {}, EMBEDDING, grads, ())
     assert grads.arrays == {}
+
+
+ADAPTED = [(1, 1, 1, 1), (2, 8, 3, 3), (67, 11, 5, 8), (131, 40, 64, 1), (300, 3, 129, 64), (257, 1031, 33, 8)]
+
+
+def adapted(T, vocab_size, d_model, rank):
+    """Parameters, ids and dy on the host, float32 and int64."""
+    rng = np.random.default_rng(T)
+    shapes = {EMBEDDING: (vocab_size, d_model), "A": (rank, vocab_size), "B": (d_model, rank), "dy": (T, d_model)}
+    host = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    return host, rng.integers(0, vocab_size, T), host.pop("dy")
+
+
+def adapted_reference(host, ids, dy, scale):
+    """out, and the gradients of the weight, A and B, in float64."""
+    W, A, B = (value.astype(np.float64) for value in host.values())
+    onehot = np.eye(len(W))[ids]
+    sums = onehot.T @ dy
+    return W[ids] + scale * A.T[ids] @ B.T, {EMBEDDING: sums, "A": scale * (sums @ B).T, "B": scale * (A @ sums).T}
+
+
+def check_adapter(ops, assert_close, case, need="AB", expected=None):
+    host, ids, dy = case
+    params = {name: ops.upload_parameter(name, value) for name, value in host.items()}
+    adapter, rows = Adapter("A", "B", 0.6), rows_of(ops, ids)
+    out, gradients = expected or adapted_reference(*case, 0.6)
+    found = ops.empty(*dy.shape)
+    ops.embedding_forward(rows, params, EMBEDDING, found, adapter)
+    assert_close(ops.read(found), out, 1e-4)
+    grads, upstream = GradientBuffers(params, need, ops), ops.upload(dy)
+    for array in grads.arrays.values():
+        ops.write_parameter(array, np.full(array.shape, np.nan, np.float32))
+    for calls in (1, 2):
+        ops.embedding_backward(upstream, rows, params, EMBEDDING, grads, need, adapter)
+        for name in need:
+            assert_close(ops.read(grads.arrays[name]), calls * gradients[name], 1e-3, f"d{name}, {calls=}")
+    return [ops.read(array).tobytes() for array in (found, *grads.arrays.values())]
+
+
+@pytest.mark.parametrize("shape", ADAPTED)
+def test_adapter(ops, assert_close, shape):
+    check_adapter(ops, assert_close, adapted(*shape))
+
+
+@pytest.mark.parametrize("need", ["", "A", "B", [EMBEDDING], ["A", "B", EMBEDDING]])
+def test_an_adapter_computes_what_is_needed(gpu_once, assert_close, need):
+    check_adapter(gpu_once, assert_close, adapted(67, 11, 5, 3), need)
+
+
+def test_case_14_repeated_ids_add_up_in_an_adapter(ops):
+    """Columns of ids that do not occur stay 0."""
+    host = {EMBEDDING: np.zeros((8, 2), np.float32), "A": np.zeros((1, 8), np.float32)}
+    host["A"][0, [1, 5]], host["B"] = [3, 7], np.array([[1], [10]], np.float32)
+    dy = np.array([[1, 0], [2, 0], [4, 0], [0, 1]], np.float32)
+    params = {name: ops.upload(value) for name, value in host.items()}
+    grads = GradientBuffers(params, "AB", ops)
+    rows = rows_of(ops, [5, 5, 5, 1])
+    ops.embedding_backward(ops.upload(dy), rows, params, EMBEDDING, grads, "AB", Adapter("A", "B", 2.0))
+    np.testing.assert_array_equal(ops.read(grads.arrays["A"]), [[0, 20, 0, 0, 0, 14, 0, 0]])
+    np.testing.assert_array_equal(ops.read(grads.arrays["B"]), [[98], [6]])
+
+
+@pytest.mark.parametrize("limit", [512, 160])
+def test_case_48_an_adapter_of_a_weight_in_row_parts(ops, assert_close, monkeypatch, limit):
+    case = adapted(100, 40, 8, 3)
+    need = ["A", "B", EMBEDDING]
+    whole = check_adapter(ops, assert_close, case, need)
+    monkeypatch.setattr(ops.device, "binding_limit", limit)
+    assert len(ops.upload_parameter(EMBEDDING, case[0][EMBEDDING]).parts) > 1
+    assert check_adapter(ops, assert_close, case, need) == whole
+
+
+def test_an_adapter_is_deterministic(ops, assert_close):
+    case = adapted(1000, 3, 5, 8)
+    assert len({b"".join(check_adapter(ops, assert_close, case)) for _ in range(3)}) == 1
 
 
 def test_batches_of_one_shape_take_the_same_buffers(gpu_once):

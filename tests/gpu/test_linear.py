@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from mamba_ops.cpu import open_cpu
-from mamba_ops.gpu import linear
+from mamba_ops.gpu import products
 from mamba_ops.gpu.device import DeviceError
 from mamba_ops.gpu.workspace import Range, range_of
 from mamba_ops.gradients import GradientBuffers
-from mamba_ops.ops import Columns
+from mamba_ops.ops import Adapter, Columns, Dropout
 from mamba_ops.parameters import EMBEDDING
 
 LAYOUTS = ["nt", "nn", "tn"]
@@ -31,14 +31,10 @@ def product(ops, layout, m, n, k, plan=None, **more):
     """What `gemm` writes for seeded operands, and what it should."""
     a, b, A, B = operands(np.random.default_rng(m + n + k), layout, m, n, k)
     c = ops.empty(m, n)
-    linear.gemm(ops, layout, range_of(ops.upload(a)), range_of(ops.upload(b)), range_of(c), m, n, k, plan=plan, **more)
+    products.gemm(
+        ops, layout, range_of(ops.upload(a)), range_of(ops.upload(b)), range_of(c), m, n, k, plan=plan, **more
+    )
     return ops.read(c), A @ B
-
-
-@pytest.fixture(params=[True, False], ids=["checked", "unchecked"])
-def ops(request, gpu_with):
-    """The GPU's ops with run-time checks on and off; subgroups change nothing here."""
-    return gpu_with(checks=request.param)
 
 
 @pytest.mark.parametrize(("T", "width", "columns"), SHAPES)
@@ -71,16 +67,16 @@ def test_forward_and_backward(ops, assert_close, T, width, columns):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tile", linear.TILES, ids=lambda tile: f"{tile.m}x{tile.n}x{tile.depth}")
+@pytest.mark.parametrize("tile", products.TILES, ids=lambda tile: f"{tile.m}x{tile.n}x{tile.depth}")
 def test_every_tile(ops, assert_close, tile, layout):
     for m, n, k in ((132, 68, 36), (4, 132, 4), (256, 128, 64)):
-        assert_close(*product(ops, layout, m, n, k, linear.Plan(tile, 1)), 1e-5, f"{m, n, k}")
+        assert_close(*product(ops, layout, m, n, k, products.Plan(tile, 1)), 1e-5, f"{m, n, k}")
 
 
 def test_large_tiles_without_alignment(gpu_with, assert_close):
     ops = gpu_with(checks=False)
     for layout in LAYOUTS:
-        assert_close(*product(ops, layout, 131, 67, 35, linear.Plan(linear.TILES[0], 1)), 1e-5, layout)
+        assert_close(*product(ops, layout, 131, 67, 35, products.Plan(products.TILES[0], 1)), 1e-5, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -105,7 +101,7 @@ def test_ranges_of_rows_and_columns(gpu_with, assert_close, layout):
             places.append(place)
             ranges.append(Range(array.buffer, outer.shape[1], row * outer.shape[1] + first, columns))
         add = bool(rng.integers(2))
-        linear.gemm(ops, layout, *ranges, m, n, k, add=add)
+        products.gemm(ops, layout, *ranges, m, n, k, add=add)
         array, outer = hosts[2]
         found = ops.read(array)
         assert_close(found[places[2]], A @ B + add * c.astype(np.float64), 1e-5, f"{m, n, k, add}")
@@ -120,7 +116,7 @@ def test_splits_of_k(ops, assert_close, layout, m, n, k):
     bias, residual = normal(rng, n), normal(rng, m, n)
     more = dict(bias=range_of(ops.upload(bias)), residual=range_of(ops.upload(residual)))
     for splits in (2, 3, 16):
-        plan = linear.Plan(linear.TILES[-1], splits)
+        plan = products.Plan(products.TILES[-1], splits)
         found, wanted = product(ops, layout, m, n, k, plan, **more)
         assert_close(found, wanted + bias.astype(np.float64) + residual.astype(np.float64), 1e-5)
 
@@ -130,14 +126,29 @@ def test_splits_add_to_columns(ops, assert_close):
     a, b, A, B = operands(rng, "tn", 6, 5, 90)
     start = normal(rng, 6, 9)
     c = ops.upload(start)
-    plan = linear.Plan(linear.TILES[-1], 4)
+    plan = products.Plan(products.TILES[-1], 4)
     place = range_of(Columns(c, 3, 5))
-    linear.gemm(
+    products.gemm(
         ops, "tn", range_of(ops.upload(a)), range_of(ops.upload(b)), place, 6, 5, 90, None, None, True, plan=plan
     )
     found = ops.read(c)
     assert_close(found[:, 3:8], A @ B + start[:, 3:8].astype(np.float64), 1e-5)
     np.testing.assert_array_equal(found[:, [0, 1, 2, 8]], start[:, [0, 1, 2, 8]])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_scale_is_of_the_product_alone(gpu_once, assert_close, layout, splits):
+    ops, rng = gpu_once, np.random.default_rng(0)
+    for m, n, k in ((36, 40, 200), (5, 7, 201)):
+        bias, residual, start = normal(rng, n), normal(rng, m, n), normal(rng, m, n)
+        a, b, A, B = operands(rng, layout, m, n, k)
+        c, plan = ops.upload(start), products.Plan(products.TILES[-1], splits)
+        places = [range_of(ops.upload(array)) for array in (a, b)]
+        more = dict(bias=range_of(ops.upload(bias)), residual=range_of(ops.upload(residual)), add=True)
+        products.gemm(ops, layout, *places, range_of(c), m, n, k, scale=0.3, plan=plan, **more)
+        rest = sum(array.astype(np.float64) for array in (bias, residual, start))
+        assert_close(ops.read(c), 0.3 * (A @ B) + rest, 1e-5)
 
 
 def test_residual_in_place(ops, assert_close):
@@ -157,7 +168,7 @@ def test_column_sums(ops, assert_close, T, columns):
     wanted = host[:, 2 : 2 + columns].astype(np.float64).sum(axis=0)
     source, out = range_of(Columns(ops.upload(host), 2, columns)), ops.upload(np.full(columns, np.nan, np.float32))
     for times in (1, 2):
-        linear.column_sums(ops, source, T, out, add=times > 1)
+        products.column_sums(ops, source, T, out, add=times > 1)
         assert_close(ops.read(out), times * wanted, 1e-5)
 
 
@@ -178,16 +189,111 @@ def test_case_48_weights_in_row_parts(ops, assert_close, monkeypatch):
     assert_close(ops.read(dx), dY @ W, 1e-5)
 
 
+ADAPTED = [(1, 7, 3, 1), (31, 37, 41, 8), (67, 131, 257, 3), (300, 64, 72, 64)]
+WEIGHT = "backbone.layers.0.mixer.in_proj.weight"
+
+
+def adapted(T, width, columns, rank):
+    """A frozen weight with bias and adapter, and the ops' inputs, on the host; float32."""
+    rng = np.random.default_rng(T + width)
+    host = {WEIGHT: normal(rng, columns, width), "b": normal(rng, columns)}
+    host |= {"A": normal(rng, rank, width), "B": normal(rng, columns, rank)}
+    return host, {name: normal(rng, T, width if name in ("x", "dx") else columns) for name in ("x", "dx", "dy", "r")}
+
+
+def adapted_reference(host, inputs, kept, rate, scale):
+    """y, dx, dA and dB in float64. kept: (T, in)."""
+    W, b, A, B = (value.astype(np.float64) for value in host.values())
+    x, dx, dy, residual = (value.astype(np.float64) for value in inputs.values())
+    dropped, e = np.where(kept, x / (1 - rate), 0), scale * dy @ B
+    y = x @ W.T + b + residual + scale * dropped @ A.T @ B.T
+    return y, dx + dy @ W + np.where(kept, e @ A / (1 - rate), 0), e.T @ dropped, scale * dy.T @ (dropped @ A.T)
+
+
+def inside(ops, host):
+    """The columns of an array on the device that has two columns of NaN before them and one after."""
+    outer = np.full((len(host), host.shape[1] + 3), np.nan, np.float32)
+    outer[:, 2:-1] = host
+    return Columns(ops.upload(outer), 2, host.shape[1])
+
+
+@pytest.mark.parametrize("dropout", [None, Dropout(0.3, 1, 2, 5)], ids=["whole", "dropout"])
+@pytest.mark.parametrize(("T", "width", "columns", "rank"), ADAPTED)
+def test_adapter(ops, assert_close, kept_of, T, width, columns, rank, dropout):
+    """x, dy and dx are ranges of columns; the second backward adds to the gradients."""
+    host, inputs = adapted(T, width, columns, rank)
+    rate, kept = 0, np.ones((T, width), bool)
+    if dropout is not None:
+        rate, kept = dropout.rate, kept_of(dropout, WEIGHT, T, width)
+    y, dx, dA, dB = adapted_reference(host, inputs, kept, rate, 0.6)
+    params, adapter = {name: ops.upload(value) for name, value in host.items()}, Adapter("A", "B", 0.6, dropout)
+    x, dy = inside(ops, inputs["x"]), inside(ops, inputs["dy"])
+    found = ops.linear_forward(x, params, WEIGHT, "b", ops.upload(inputs["r"]), adapter=adapter)
+    assert_close(ops.read(found), y, 1e-4, "y")
+    grads = GradientBuffers(params, "AB", ops)
+    for array in grads.arrays.values():
+        ops.write_parameter(array, np.full(array.shape, np.nan, np.float32))
+    for calls in (1, 2):
+        out = inside(ops, inputs["dx"])
+        ops.linear_backward(dy, x, params, WEIGHT, "b", grads, "AB", out, True, adapter)
+        found = ops.read(out.array)
+        assert_close(found[:, 2:-1], dx, 1e-3, "dx")
+        assert np.isnan(found[:, [0, 1, -1]]).all()
+        assert_close(ops.read(grads.arrays["A"]), calls * dA, 1e-3, f"dA, {calls=}")
+        assert_close(ops.read(grads.arrays["B"]), calls * dB, 1e-3, f"dB, {calls=}")
+    assert all(ops.read(params[name]).tobytes() == host[name].tobytes() for name in host)
+
+
+@pytest.mark.parametrize("dropout", [None, Dropout(0.3, 1, 2)], ids=["whole", "dropout"])
+def test_an_adapter_computes_what_is_needed(gpu_once, kept_of, dropout):
+    """Its tensors alone, one of them or none; dx is the same, written or added; the weight's gradient as without."""
+    host, inputs = adapted(31, 37, 41, 8)
+    ops, params = gpu_once, {name: gpu_once.upload(value) for name, value in host.items()}
+    x, dy, found = ops.upload(inputs["x"]), ops.upload(inputs["dy"]), {}
+    for need in ("", "A", "B", "AB", ("A", "B", WEIGHT)):
+        grads, dx = GradientBuffers(params, need, ops), ops.empty(31, 37)
+        ops.linear_backward(dy, x, params, WEIGHT, None, grads, need, dx, adapter=Adapter("A", "B", 0.6, dropout))
+        arrays = [("dx", dx), *grads.arrays.items()]
+        for name, array in arrays:
+            found.setdefault(name, set()).add(ops.read(array).tobytes())
+    assert {name: len(values) for name, values in found.items()} == {"dx": 1, "A": 1, "B": 1, WEIGHT: 1}
+    grads = GradientBuffers(params, [WEIGHT], ops)
+    ops.linear_backward(dy, x, params, WEIGHT, None, grads, [WEIGHT], ops.empty(31, 37))
+    assert found[WEIGHT] == {ops.read(grads.arrays[WEIGHT]).tobytes()}
+
+
+def test_an_adapter_holds_nothing_of_the_inputs_size_without_dropout(gpu_once):
+    host, inputs = adapted(300, 64, 72, 8)
+    ops, params = gpu_once, {name: gpu_once.upload(value) for name, value in host.items()}
+    x, dy, y, dx = (ops.upload(inputs[name]) for name in ("x", "dy", "r", "dx"))
+    grads, adapter = GradientBuffers(params, "AB", ops), Adapter("A", "B", 0.6)
+    made, empty = [], ops.empty
+    ops.empty = lambda rows, columns: made.append(rows * columns) or empty(rows, columns)
+    ops.linear_forward(x, params, WEIGHT, out=y, adapter=adapter)
+    ops.linear_backward(dy, x, params, WEIGHT, None, grads, "AB", dx, adapter=adapter)
+    # what the splits of k make is of the tensors' size
+    assert max(made) < 300 * 64
+    assert 300 * 8 in made
+
+
+def test_an_adapter_in_place_of_the_residual(gpu_once, assert_close):
+    host, inputs = adapted(31, 37, 41, 3)
+    params, y = {name: gpu_once.upload(value) for name, value in host.items()}, gpu_once.upload(inputs["r"])
+    x = gpu_once.upload(inputs["x"])
+    gpu_once.linear_forward(x, params, WEIGHT, "b", residual=y, out=y, adapter=Adapter("A", "B", 0.6))
+    assert_close(gpu_once.read(y), adapted_reference(host, inputs, np.ones((31, 37), bool), 0, 0.6)[0], 1e-4)
+
+
 def test_repeated_runs_give_the_same_bytes(ops):
     for splits in (1, 4):
-        plan = linear.Plan(linear.TILES[-1], splits)
+        plan = products.Plan(products.TILES[-1], splits)
         runs = [product(ops, "tn", 33, 65, 200, plan)[0].tobytes() for _ in range(3)]
         assert len(set(runs)) == 1
     source = ops.upload(normal(np.random.default_rng(0), 1000, 5))
     sums = []
     for _ in range(3):
         out = ops.empty(5, 1)
-        linear.column_sums(ops, range_of(source), 1000, out, add=False)
+        products.column_sums(ops, range_of(source), 1000, out, add=False)
         sums.append(ops.read(out).tobytes())
     assert len(set(sums)) == 1
 
@@ -195,14 +301,14 @@ def test_repeated_runs_give_the_same_bytes(ops):
 def test_refuses_to_write_what_it_reads(ops):
     a = ops.upload(np.ones((4, 8), np.float32))
     with pytest.raises(DeviceError, match="would write to a buffer that it reads"):
-        linear.gemm(ops, "nt", Range(a.buffer, 8, 0, 4), Range(a.buffer, 8, 0, 4), Range(a.buffer, 8, 4, 4), 4, 4, 4)
+        products.gemm(ops, "nt", Range(a.buffer, 8, 0, 4), Range(a.buffer, 8, 0, 4), Range(a.buffer, 8, 4, 4), 4, 4, 4)
 
 
 def test_plans_keep_within_the_limits():
     for shape in ((1, 1, 1), (4096, 50280, 768), (80, 1536, 4096)):
-        tile, splits = linear._plan(*shape, 16384, 256, 1 << 27)
+        tile, splits = products._plan(*shape, 16384, 256, 1 << 27)
         assert tile.nbytes <= 16384
         assert tile.threads <= 256
         assert splits == 1 or splits * shape[0] * shape[1] * 4 <= 1 << 27
     with pytest.raises(DeviceError, match="fits in 1,024 bytes"):
-        linear._plan(4, 4, 4, 1024, 256, 1 << 27)
+        products._plan(4, 4, 4, 1024, 256, 1 << 27)

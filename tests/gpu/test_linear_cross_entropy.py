@@ -7,7 +7,7 @@ from mamba_ops.cpu import open_cpu
 from mamba_ops.gpu import linear_cross_entropy as module
 from mamba_ops.gpu.device import DeviceError
 from mamba_ops.gradients import GradientBuffers
-from mamba_ops.ops import IGNORED, Batch
+from mamba_ops.ops import IGNORED, Adapter, Batch
 from mamba_ops.parameters import EMBEDDING
 
 SHAPES = [(1, 1, 1), (1, 2, 3), (2, 7, 4), (9, 11, 5), (67, 40, 8), (33, 257, 31), (5, 1031, 17), (130, 129, 65)]
@@ -180,3 +180,90 @@ def test_case_43_targets_without_a_row_are_refused(gpu_once, targets):
 def test_repeated_runs_give_the_same_bytes(gpu):
     case = inputs(130, 129, 65)
     assert len({b"".join(a.tobytes() for a in on_device(gpu, *case)) for _ in range(3)}) == 1
+
+
+ADAPTED = [(1, 1, 1, 1), (2, 7, 4, 3), (9, 11, 5, 8), (67, 40, 8, 3), (5, 1031, 17, 8), (130, 129, 65, 64)]
+
+
+def adapted(T, vocab_size, d_model, rank):
+    """x, the targets, and the parameters with an adapter's; logits of size one."""
+    x, w, targets = inputs(T, vocab_size, d_model, d_model**-0.5)
+    rng = np.random.default_rng(rank)
+    A = (rng.standard_normal((rank, vocab_size)) * rank**-0.5).astype(np.float32)
+    return x, targets, {EMBEDDING: w, "A": A, "B": rng.standard_normal((d_model, rank)).astype(np.float32)}
+
+
+def adapted_reference(x, targets, host, scale):
+    """losses, dx, and the gradients of the weight, A and B, in float64."""
+    x, w, A, B = (array.astype(np.float64) for array in (x, *host.values()))
+    counted = targets != IGNORED
+    logits = x @ w.T + scale * x @ B @ A
+    logits -= logits.max(axis=1, keepdims=True)
+    p = np.exp(logits)
+    p /= p.sum(axis=1, keepdims=True)
+    picked = np.arange(len(x)), np.where(counted, targets, 0)
+    losses = np.where(counted, -np.log(p[picked]), 0)
+    p[picked] -= 1
+    p *= counted[:, None]
+    gradients = {EMBEDDING: p.T @ x, "A": scale * (x @ B).T @ p, "B": scale * x.T @ p @ A.T}
+    return losses, p @ w + scale * p @ A.T @ B.T, gradients
+
+
+def check_adapter(ops, assert_close, case, need="AB"):
+    x, targets, host = case
+    losses, dx, gradients = adapted_reference(*case, 0.6)
+    params, adapter = {name: ops.upload_parameter(name, value) for name, value in host.items()}, Adapter("A", "B", 0.6)
+    grads, rows = GradientBuffers(params, need, ops), rows_of(ops, targets)
+    for array in grads.arrays.values():
+        ops.write_parameter(array, np.full(array.shape, np.nan, np.float32))
+    inputs, out = ops.upload(x), ops.empty(*x.shape)
+    for calls in (1, 2):
+        found = ops.linear_cross_entropy_forward(rows, inputs, params, EMBEDDING, grads, need, out, adapter)
+        assert_close(ops.read(found), losses, 1e-4, "losses")
+        assert_close(ops.read(out), dx, 1e-3, "dx")
+        for name in need:
+            assert_close(ops.read(grads.arrays[name]), calls * gradients[name], 1e-3, f"d{name}, {calls=}")
+    alone = ops.linear_cross_entropy_forward(rows, inputs, params, EMBEDDING, adapter=adapter)
+    assert ops.read(alone).tobytes() == ops.read(found).tobytes()
+    return [ops.read(array).tobytes() for array in (found, out, *grads.arrays.values())]
+
+
+@pytest.mark.parametrize("shape", ADAPTED)
+def test_adapter(ops, assert_close, shape):
+    check_adapter(ops, assert_close, adapted(*shape))
+
+
+@pytest.mark.parametrize("need", ["", "A", "B", ["A", "B", EMBEDDING]])
+def test_an_adapter_computes_what_is_needed(gpu_once, assert_close, need):
+    check_adapter(gpu_once, assert_close, adapted(67, 41, 8, 3), need)
+
+
+def test_an_adapter_without_dx(gpu_once, assert_close):
+    x, targets, host = adapted(67, 41, 8, 3)
+    params = {name: gpu_once.upload(value) for name, value in host.items()}
+    expected = adapted_reference(x, targets, host, 0.6)[2]
+    for need in ("A", "AB"):
+        grads, rows = GradientBuffers(params, need, gpu_once), rows_of(gpu_once, targets)
+        head = gpu_once.upload(x), params, EMBEDDING
+        gpu_once.linear_cross_entropy_forward(rows, *head, grads, need, adapter=Adapter("A", "B", 0.6))
+        for name in need:
+            assert_close(gpu_once.read(grads.arrays[name]), expected[name], 1e-3)
+
+
+@pytest.mark.parametrize("block", [1, 7, 66])
+def test_row_blocks_change_nothing_of_an_adapter(ops, assert_close, monkeypatch, block):
+    monkeypatch.setattr(module, "BLOCK_BYTES", block * 44 * 4)
+    check_adapter(ops, assert_close, adapted(67, 41, 8, 3))
+
+
+@pytest.mark.parametrize("limit", [512, 160])
+def test_case_48_an_adapter_of_a_weight_in_row_parts(ops, assert_close, monkeypatch, limit):
+    case = adapted(67, 40, 8, 3)
+    monkeypatch.setattr(ops.device, "binding_limit", limit)
+    assert len(ops.upload_parameter(EMBEDDING, case[2][EMBEDDING]).parts) > 1
+    check_adapter(ops, assert_close, case, ["A", "B", EMBEDDING])
+
+
+def test_an_adapter_is_deterministic(ops, assert_close):
+    case = adapted(130, 129, 65, 8)
+    assert len({b"".join(check_adapter(ops, assert_close, case)) for _ in range(3)}) == 1

@@ -352,7 +352,7 @@ def test_case_48_the_real_embedding(gpu_once, assert_close, monkeypatch):
     np.testing.assert_array_equal(gpu_once.read(out), weight[ids[0]])
 
     losses = gpu_once.linear_cross_entropy_forward(rows, inputs, params, EMBEDDING, grads, params, dx)
-    gpu_once.embedding_backward(inputs, rows, EMBEDDING, grads, params)
+    gpu_once.embedding_backward(inputs, rows, params, EMBEDDING, grads, params)
     wide = weight.astype(np.float64)
     values = np.exp(x @ wide.T)
     p = values / values.sum(axis=1, keepdims=True)

@@ -1,5 +1,7 @@
 """The AdamW op against its formula; parity with torch is in tests/parity."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -58,3 +60,33 @@ def test_zero_gradient_without_decay_changes_nothing():
     p, m, v = np.ones(3, np.float32), np.zeros(3, np.float32), np.zeros(3, np.float32)
     ops.adamw(p, np.zeros(3, np.float32), m, v, 1, **SETTINGS | {"weight_decay": 0.0})
     np.testing.assert_array_equal(p, 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(11,), (11, 3), (11, 1, 4)])
+@pytest.mark.parametrize("edges", [[0, 11], [0, 1, 2, 11], [0, 4, 4, 10, 11]])
+def test_row_ranges_together_are_the_whole_step(shape, edges, dtype, monkeypatch):
+    monkeypatch.setattr(module, "SLICE", 7)
+    ops = open_cpu(dtype)
+    rng = np.random.default_rng(0)
+    whole = rng.standard_normal(shape).astype(dtype)
+    cut = whole.copy()
+    m, v = np.zeros_like(whole), np.zeros_like(whole)
+    ranges = list(itertools.pairwise(edges))
+    moments = [(np.zeros_like(whole[first:end]), np.zeros_like(whole[first:end])) for first, end in ranges]
+    for count in range(1, 4):
+        g = rng.standard_normal(shape).astype(dtype)
+        ops.adamw(whole, g, m, v, count, **SETTINGS)
+        for rows, pair in zip(ranges, moments, strict=True):
+            ops.adamw(cut, g, *pair, count, **SETTINGS, rows=rows)
+    assert cut.tobytes() == whole.tobytes()
+    for wanted, parts in zip((m, v), zip(*moments, strict=True), strict=True):
+        assert np.concatenate(parts).tobytes() == wanted.tobytes()
+
+
+def test_rows_outside_a_range_stay():
+    ops = open_cpu(np.float64)
+    p = np.ones((5, 2))
+    ops.adamw(p, np.ones((5, 2)), np.zeros((2, 2)), np.zeros((2, 2)), 1, **SETTINGS, rows=(1, 3))
+    assert (p != 1).all(axis=1).tolist() == [False, True, True, False, False]
+    assert (p == 1).all(axis=1).tolist() == [True, False, False, True, True]
