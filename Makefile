@@ -4,11 +4,15 @@ RUN = $(VENV)/bin/python
 
 GPU ?= gpu
 
-.PHONY: demo test parity large gradcheck benchmark gpu-check lint ui clean
+.PHONY: demo adapt test parity large gradcheck benchmark gpu-check lint ui clean
 
 # Train on the default corpus through Dagster and print the perplexities.
 demo: $(VENV)/.installed
 	$(RUN) -m pipelines.demo
+
+# Train on documentation, adapt to source code in each of the three ways, and compare them.
+adapt: $(VENV)/.installed
+	$(RUN) -m pipelines.adapt
 
 # Everything but the parity, browser and engine suites and what takes minutes.
 test: $(VENV)/.installed-dev

@@ -10,6 +10,8 @@ import dagster as dg
 import yaml
 from dagster._utils.schedules import is_valid_cron_schedule
 
+from pipelines.ways import FULL, WAYS, Way
+
 CRON, TIME_ZONE, RUN_CONFIG = "MAMBA_RETRAIN_CRON", "MAMBA_RETRAIN_TIMEZONE", "MAMBA_RETRAIN_CONFIG"
 
 SMOKE = {
@@ -24,10 +26,20 @@ SMOKE = {
         "perplexity": {"config": {"window": 256, "batch_size": 4, "max_new_tokens": 40}},
     },
 }
-"""The whole graph in seconds; the same as configs/smoke.yaml."""
+"""Full training in seconds; the same as configs/smoke.yaml."""
 
-train = dg.define_asset_job(
-    "train", dg.AssetSelection.all(), description="The whole graph, from documents to perplexity."
+
+def chain(way: Way) -> dg.AssetSelection:
+    """Return a way's results and all that they are made from."""
+    return dg.AssetSelection.assets(*way.results).upstream()
+
+
+train, wsla, lora = (
+    dg.define_asset_job(way.job, chain(way), description=f"From documents to {' and '.join(way.results)}.")
+    for way in WAYS
+)
+merge = dg.define_asset_job(
+    "merge", dg.AssetSelection.assets("merged_weights"), description="The adapter that exists already, in its base."
 )
 evaluate = dg.define_asset_job(
     "evaluate",
@@ -36,7 +48,7 @@ evaluate = dg.define_asset_job(
 )
 smoke = dg.define_asset_job(
     "smoke",
-    dg.AssetSelection.all(),
+    chain(FULL),
     config=SMOKE | {"resources": {"storage": {"config": {"root": "build/smoke"}}}},
     description="The whole graph on a tiny model under build/smoke, in seconds.",
 )

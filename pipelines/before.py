@@ -6,21 +6,20 @@ from typing import Any
 import dagster as dg
 
 from mamba_ops.available import available_memory
-from mamba_ops.config import BatchesConfig
+from mamba_ops.config import BatchesConfig, TrainConfig
 from mamba_ops.cpu import CpuOps
 from mamba_ops.estimate import estimate_time
 from mamba_ops.memory import estimate_memory, require_memory, size
 from mamba_ops.ops import Ops
 from mamba_ops.training_data import TokenRows
 from mamba_ops.training_state import TrainingState, checkpoints
-from pipelines.configuration import TrainRun
 
 
 def announced(
     context: dg.AssetExecutionContext,
     state: TrainingState,
     rows: TokenRows,
-    config: TrainRun,
+    config: TrainConfig,
     batches: BatchesConfig,
     ops: Ops,
     run: Path,
@@ -40,13 +39,14 @@ def memory(
     context: dg.AssetExecutionContext,
     state: TrainingState,
     rows: TokenRows,
-    config: TrainRun,
+    config: TrainConfig,
     batches: BatchesConfig,
     ops: CpuOps,
 ) -> dict[str, Any]:
     """Log and return what training will hold, and what it would with or without activation checkpointing."""
     cut = batches, len(rows.starts)
-    options: dict[str, Any] = {"names": state.names, "threads": ops.threads, "dtype": ops.dtype}
+    trained: dict[str, Any] = {"lora": state.lora} if state.lora else {"names": state.names}
+    options = trained | {"threads": ops.threads, "dtype": ops.dtype}
     held = sum(value.nbytes for value in state.params.values())
     needed = require_memory(state.config, config, *cut, held=held, **options)
     other = config.model_copy(update={"gradient_checkpointing": not config.gradient_checkpointing})

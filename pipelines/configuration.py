@@ -6,21 +6,26 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import dagster as dg
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, create_model
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from mamba_ops.config import (
     BatchesConfig,
     CorpusConfig,
     EvaluateConfig,
+    LoraTrainConfig,
+    MergeConfig,
     SamplesConfig,
     TokenizerConfig,
     TrainConfig,
     WeightsConfig,
+    WslaTrainConfig,
 )
 from mamba_ops.training_state import UNRELATED_TO_RESULT
 
-PLACES = frozenset({"paths", "validation_paths", "storage_options", "path", "checkpoint", "retrain"})
+PLACES = frozenset(
+    {"paths", "validation_paths", "default", "storage_options", "path", "checkpoint", "adapter", "retrain"}
+)
 """Fields that say where content comes from; what it is has a fingerprint of its own."""
 
 PACE = UNRELATED_TO_RESULT
@@ -162,6 +167,29 @@ class TrainRun(TrainConfig, Launchable, extra="forbid"):
 
 
 @launchable
+class WslaRun(WslaTrainConfig, Launchable, extra="forbid"):
+    """How the selective projections are trained."""
+
+
+@launchable
+class LoraRun(LoraTrainConfig, Launchable, extra="forbid"):
+    """How an adapter is trained."""
+
+    @model_validator(mode="after")
+    def _one_file(self) -> "LoraRun":
+        given = [name for name in MergeConfig.model_fields if name in self.model_fields_set]
+        changed = [name for name in given if getattr(self, name) != type(self).model_fields[name].default]
+        if changed:
+            raise ValueError(f"{', '.join(changed)}: an adapter is one float32 file; set it for merged_weights")
+        return self
+
+
+@launchable
+class MergeRun(MergeConfig, Launchable, extra="forbid"):
+    """How merged weights are written."""
+
+
+@launchable
 class EvaluateRun(EvaluateConfig, Launchable, extra="forbid"):
     """How perplexity is measured and text is sampled."""
 
@@ -177,7 +205,12 @@ STAGES: dict[str, type[Launchable]] = {
     "token_batches": BatchesRun,
     "weights_mirror": WeightsRun,
     "trained_weights": TrainRun,
+    "wsla_weights": WslaRun,
+    "lora_adapter": LoraRun,
+    "merged_weights": MergeRun,
     "perplexity": EvaluateRun,
+    "wsla_perplexity": EvaluateRun,
+    "lora_perplexity": EvaluateRun,
     "samples": SamplesRun,
 }
 """Configuration class by asset; `tokenized_corpus` has none."""

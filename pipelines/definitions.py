@@ -2,7 +2,7 @@
 
 import dagster as dg
 
-from pipelines import automation, data, evaluation, generation, training
+from pipelines import adapters, automation, data, evaluation, generation, training, weights
 from pipelines.io import Pointers
 from pipelines.resources import Accelerator, Storage
 
@@ -14,9 +14,14 @@ definitions = dg.Definitions(
         data.tokenizer,
         data.tokenized_corpus,
         data.token_batches,
-        training.weights_mirror,
+        weights.weights_mirror,
         training.trained_weights,
+        training.wsla_weights,
+        training.lora_adapter,
+        adapters.merged_weights,
         evaluation.perplexity,
+        evaluation.wsla_perplexity,
+        evaluation.lora_perplexity,
         generation.samples,
     ],
     resources={
@@ -24,6 +29,13 @@ definitions = dg.Definitions(
         "accelerator": Accelerator.configure_at_launch(),
         "io_manager": Pointers(storage=storage),
     },
-    jobs=[automation.train, automation.evaluate, automation.smoke],
+    jobs=[
+        automation.train,
+        automation.wsla,
+        automation.lora,
+        automation.merge,
+        automation.evaluate,
+        automation.smoke,
+    ],
     schedules=[automation.retrain],
 )

@@ -16,7 +16,7 @@ from pipelines.configuration import SamplesRun, identity
 from pipelines.io import Manifest, draft, output, publish
 from pipelines.pictures import quoted
 from pipelines.resources import Accelerator, Storage
-from pipelines.training import same_tokenizer
+from pipelines.weights import same_tokenizer
 
 SAMPLES = "samples.json"
 SHOWN = 20

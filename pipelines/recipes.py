@@ -25,7 +25,7 @@ def recipe(context: dg.AssetExecutionContext, inputs: Mapping[str, Any]) -> str:
             "asset": context.asset_key.path[-1],
             "code": context.assets_def.code_versions_by_key.get(context.asset_key),
             "config": config.model_dump(mode="json") if config is not None else {},
-            "inputs": {name: made.fingerprint for name, made in inputs.items() if isinstance(made, Manifest)},
+            "inputs": {made.asset: made.fingerprint for made in inputs.values() if isinstance(made, Manifest)},
             "outside": [] if config is None else list(outside(config)),
         }
     )
@@ -42,7 +42,7 @@ def outside(config: Any) -> Iterator[list[Any]]:
     for entry in paths:
         for file in find(entry, config.storage_options)[0]:
             yield [file.name, file.size, file.version]
-    for entry in filter(None, (getattr(config, "path", None), getattr(config, "checkpoint", None))):
+    for entry in filter(None, (getattr(config, name, None) for name in ("path", "checkpoint", "adapter"))):
         place = Path(entry).expanduser()
         for path in sorted(path for path in [place, *place.rglob("*")] if path.is_file()):
             found = path.stat()

@@ -7,7 +7,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from .running import Finished, run, tiny, write_texts
+from .running import Finished, adapting, in_root, run, tiny, write_texts
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +34,30 @@ def finished(tmp_path_factory) -> Finished:
     config = tiny(write_texts(folder / "texts"), folder / "data")
     instance = dg.DagsterInstance.ephemeral(str(folder / "instance"))
     return Finished(run(config, instance=instance), folder / "data", config, instance)
+
+
+@pytest.fixture(scope="session")
+def adapted(finished: Finished, tmp_path_factory) -> dict[str, Finished]:
+    """A run of each other way on the base of that run, and a merge, in one root; not to be changed."""
+    folder = tmp_path_factory.mktemp("adapted")
+    shutil.copytree(finished.root, folder / "data")
+    own = finished.config | {"resources": in_root(finished.config, folder / "data")}
+    runs = {}
+    for job, assets in (("wsla", ["wsla_weights", "wsla_perplexity"]), ("lora", ["lora_adapter", "lora_perplexity"])):
+        config = adapting(own, job)
+        instance = dg.DagsterInstance.ephemeral(str(folder / job))
+        runs[job] = Finished(run(config, job, assets, instance), folder / "data", config, instance)
+    config = own | {"ops": {}}
+    instance = dg.DagsterInstance.ephemeral(str(folder / "merge"))
+    runs["merge"] = Finished(run(config, "merge", instance=instance), folder / "data", config, instance)
+    return runs
+
+
+@pytest.fixture
+def lora(adapted: dict[str, Finished], root: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of an adapter's training in a root of one's own in which all ways have run."""
+    shutil.copytree(adapted["lora"].root, root)
+    return adapting(config, "lora")
 
 
 @pytest.fixture

@@ -17,16 +17,11 @@ from pipelines.demo import QUIET
 from pipelines.io import Manifest, newest
 
 REPOSITORY = Path(__file__).parents[2]
-ASSETS = (
-    "corpus",
-    "tokenizer",
-    "tokenized_corpus",
-    "token_batches",
-    "weights_mirror",
-    "trained_weights",
-    "perplexity",
-    "samples",
-)
+UPSTREAM = ["corpus", "tokenizer", "tokenized_corpus", "token_batches", "weights_mirror"]
+ASSETS = (*UPSTREAM, "trained_weights", "perplexity", "samples")
+"""Of full training."""
+ADAPTED = ("wsla_weights", "lora_adapter", "merged_weights", "wsla_perplexity", "lora_perplexity")
+"""Of the other ways."""
 
 
 class Finished(NamedTuple):
@@ -45,6 +40,11 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
         op = result.setdefault("ops", {}).setdefault(stage, {})
         op.setdefault("config", {}).update(fields)
     return result
+
+
+def in_root(config: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    """Return the resources of a configuration with another root."""
+    return config["resources"] | {"storage": {"config": {"root": str(root)}}}
 
 
 def write_texts(folder: Path, documents: int = 40, seed: int = 0) -> Path:
@@ -77,6 +77,20 @@ def tiny(texts: Path, root: Path) -> dict[str, Any]:
             "samples": {"config": {"prompts": ["the state", ""], "max_new_tokens": 8}},
         },
     }
+
+
+def adapting(config: Mapping[str, Any], job: str) -> dict[str, Any]:
+    """Return the configuration of another way of fine-tuning than the full one, on the same base."""
+    training = {"learning_rate": "3e-2", "max_steps": 12, "save_steps": 5}
+    ops = {
+        "wsla": {"wsla_weights": training, "wsla_perplexity": {"baseline": "none", "max_new_tokens": 8}},
+        "lora": {
+            "lora_adapter": training | {"r": 2, "lora_dropout": 0.1},
+            "lora_perplexity": {"baseline": "none", "max_new_tokens": 8},
+        },
+    }
+    upstream = {name: op for name, op in config["ops"].items() if name in UPSTREAM}
+    return dict(config) | {"ops": upstream | {name: {"config": dict(values)} for name, values in ops[job].items()}}
 
 
 def run(
@@ -126,7 +140,8 @@ def verdicts(result: dg.ExecuteInProcessResult) -> dict[tuple[str, str], bool]:
 
 def pointers(root: Path) -> dict[str, Manifest]:
     """Return the assets that are there."""
-    return {name: newest(root, name) for name in ASSETS if (root / "manifests" / f"{name}.json").is_file()}
+    names = (*ASSETS, *ADAPTED)
+    return {name: newest(root, name) for name in names if (root / "manifests" / f"{name}.json").is_file()}
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -146,6 +161,6 @@ def execute(*arguments: str, cwd: Path, **changes: str) -> subprocess.CompletedP
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=120,
+        timeout=600,
         check=False,
     )

@@ -5,6 +5,7 @@ The adapter is that of the kernel tests: MAMBA_TEST_ADAPTER, `llvmpipe` unless s
 
 import json
 import os
+import shutil
 from contextlib import contextmanager
 
 import dagster as dg
@@ -15,10 +16,14 @@ from mamba_ops.accelerator import open_ops
 from mamba_ops.mirror import Mirror
 from mamba_ops.training_state import checkpoints, ops_before
 from pipelines import resources, sides, training
+from pipelines.io import newest
+from pipelines.ways import LORA, WSLA
 
 from .running import (
     REPOSITORY,
+    UPSTREAM,
     Finished,
+    adapting,
     execute,
     failure,
     materialized,
@@ -31,7 +36,6 @@ from .running import (
 )
 
 ADAPTER = os.environ.get("MAMBA_TEST_ADAPTER", "llvmpipe")
-UPSTREAM = ["corpus", "tokenizer", "tokenized_corpus", "token_batches", "weights_mirror"]
 
 ABORTING = """
 import os, resource
@@ -95,6 +99,16 @@ def test_the_graph_on_a_device(finished, finished_there):
     there = pointers(finished_there.root)["perplexity"].facts
     assert there["after"] == pytest.approx(here["after"], rel=1e-3)
     assert versions(result)["weights_mirror"] == versions(finished.result)["weights_mirror"]
+
+
+@pytest.mark.parametrize("way", [WSLA, LORA], ids=lambda way: way.job)
+def test_the_other_ways_on_a_device(adapted, finished_there, config, root, adapter, way):
+    shutil.copytree(finished_there.root, root)
+    result = run(on(adapting(config, way.job), adapter), way.job, [way.weights, way.perplexity])
+    assert all(verdicts(result).values())
+    here, there = (newest(place, way.perplexity).facts for place in (adapted[way.job].root, root))
+    assert there["before"] == pytest.approx(here["before"], rel=1e-3)
+    assert there["difference"] == pytest.approx(here["difference"], rel=1e-2)
 
 
 def test_auto_without_hardware_is_the_processor(finished, config, instance, monkeypatch):

@@ -18,7 +18,12 @@ LIBRARY = {
     "token_batches": library.BatchesConfig,
     "weights_mirror": library.WeightsConfig,
     "trained_weights": library.TrainConfig,
+    "wsla_weights": library.WslaTrainConfig,
+    "lora_adapter": library.LoraTrainConfig,
+    "merged_weights": library.MergeConfig,
     "perplexity": library.EvaluateConfig,
+    "wsla_perplexity": library.EvaluateConfig,
+    "lora_perplexity": library.EvaluateConfig,
     "samples": library.SamplesConfig,
 }
 

@@ -9,7 +9,7 @@ import yaml
 
 from pipelines import definitions
 
-from .running import ASSETS, REPOSITORY, environment, execute
+from .running import ASSETS, REPOSITORY, UPSTREAM, environment, execute
 
 PARENTS = {
     "corpus": set(),
@@ -18,7 +18,12 @@ PARENTS = {
     "token_batches": {"tokenized_corpus"},
     "weights_mirror": {"tokenizer"},
     "trained_weights": {"token_batches", "weights_mirror"},
+    "wsla_weights": {"token_batches", "weights_mirror"},
+    "lora_adapter": {"token_batches", "weights_mirror"},
+    "merged_weights": {"lora_adapter"},
     "perplexity": {"trained_weights", "tokenized_corpus", "tokenizer"},
+    "wsla_perplexity": {"wsla_weights", "tokenized_corpus", "tokenizer"},
+    "lora_perplexity": {"lora_adapter", "tokenized_corpus", "tokenizer"},
     "samples": {"trained_weights", "tokenizer"},
 }
 
@@ -61,7 +66,11 @@ def test_assets_that_run_the_model_take_turns():
     assert {name for name, pool in pools.items() if pool == "accelerator"} == {
         "weights_mirror",
         "trained_weights",
+        "wsla_weights",
+        "lora_adapter",
         "perplexity",
+        "wsla_perplexity",
+        "lora_perplexity",
         "samples",
     }
 
@@ -82,13 +91,32 @@ def test_every_check_blocks():
         ("weights_mirror", "mirror_agrees"),
         ("trained_weights", "optimizer_steps"),
         ("trained_weights", "weights_finite"),
-        ("perplexity", "perplexity_finite"),
-        ("perplexity", "better_than_baseline"),
+        *[
+            (asset, check)
+            for asset in ("wsla_weights", "lora_adapter")
+            for check in ("optimizer_steps", "weights_finite", "frozen_unchanged", "trained_changed")
+        ],
+        ("merged_weights", "weights_finite"),
+        *[
+            (asset, check)
+            for asset in ("perplexity", "wsla_perplexity", "lora_perplexity")
+            for check in ("perplexity_finite", "better_than_baseline")
+        ],
     }
     assert all(spec.blocking and spec.description for spec in specs)
 
 
-@pytest.mark.parametrize(("job", "assets"), [("train", ASSETS), ("smoke", ASSETS), ("evaluate", ["perplexity"])])
+@pytest.mark.parametrize(
+    ("job", "assets"),
+    [
+        ("train", ASSETS),
+        ("smoke", ASSETS),
+        ("wsla", [*UPSTREAM, "wsla_weights", "wsla_perplexity"]),
+        ("lora", [*UPSTREAM, "lora_adapter", "lora_perplexity"]),
+        ("merge", ["merged_weights"]),
+        ("evaluate", ["perplexity"]),
+    ],
+)
 def test_what_each_job_makes(job, assets):
     made = definitions.resolve_job_def(job).asset_layer.executable_asset_keys
     assert {key.to_user_string() for key in made} == set(assets)

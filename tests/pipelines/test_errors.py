@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mamba_ops.checkpoint import load_model, save_model
-from pipelines import evaluation
+from pipelines import ways
 from pipelines.demo import error_message
 
 from .running import execute, failure, materialized, merged, pointers, run, verdicts
@@ -187,13 +187,13 @@ def test_training_that_is_never_finite_fails_its_checks(config, checkpoint, root
 
 
 def test_weights_that_predict_nothing_finite_fail_the_check(trained, root, monkeypatch):
-    real = evaluation.load_model
+    real = ways.load_model
 
     def wild(folder):
         model, weights = real(folder)
         return model, weights | {"backbone.norm_f.weight": np.full(model.hidden_size, 3e38, np.float32)}
 
-    monkeypatch.setattr(evaluation, "load_model", wild)
+    monkeypatch.setattr(ways, "load_model", wild)
     result = run(trained, job="evaluate", assets=["perplexity"], fails=True)
     assert said(result).startswith("check perplexity_finite of perplexity failed: found ")
 

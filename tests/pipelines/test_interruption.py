@@ -16,9 +16,7 @@ from mamba_ops.train import StopTraining, stop
 from mamba_ops.training_state import checkpoints
 from pipelines import training
 
-from .running import environment, failure, merged, pointers, run, verdicts, versions
-
-UPSTREAM = ["corpus", "tokenizer", "tokenized_corpus", "token_batches", "weights_mirror"]
+from .running import UPSTREAM, environment, failure, merged, pointers, run, verdicts, versions
 
 
 def interrupted_after(step, number):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from pipelines import data, evaluation, generation, training
+from pipelines import data, evaluation, generation, training, weights
 
 from .running import ASSETS, failure, materialized, merged, pointers, run, verdicts, versions
 from .test_jobs import with_new_code
@@ -15,7 +15,7 @@ WORK = (
     (data, "build_tokenizer"),
     (data, "encode_corpus"),
     (data, "build_batches"),
-    (training, "base_weights"),
+    (weights, "base_weights"),
     (training, "train"),
     (evaluation, "measured"),
     (generation, "continued"),
