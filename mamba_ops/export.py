@@ -55,12 +55,12 @@ def merge(
     CheckpointError when the two do not belong together, FileExistsError when `output` exists, and what `load_model`,
     `load_adapter` and `save_model` raise.
     """
-    found = _open(base, adapter)
+    found = open_adapted(base, adapter)
     tokenizer = Path(base) / TOKENIZER
     save_model(
         output,
         found.config,
-        _merged(found),
+        merged_weights(found),
         tokenizer if tokenizer.is_file() else None,
         max_shard_size=max_shard_size,
         dtype=dtype,
@@ -74,7 +74,7 @@ def export_peft(base: str | Path, adapter: str | Path, output: str | Path, *, fu
     dt_proj and out_proj go along as whole merged modules (PEFT's modules_to_save), of full size and no longer of low
     rank. Raises CheckpointError naming each target that PEFT cannot run and why, and as `merge` does.
     """
-    found = _open(base, adapter)
+    found = open_adapted(base, adapter)
     config, lora = found.config, found.adapted.lora
     whole = [target for target in FULL if target in lora.target_modules]
     kept = [target for target in lora.target_modules if _runs(target, config)]
@@ -84,12 +84,12 @@ def export_peft(base: str | Path, adapter: str | Path, output: str | Path, *, fu
     part = lora.model_copy(update={"target_modules": kept})
     tensors = {name: found.adapted.tensors[name] for name in tensor_shapes(config, part)}
     if whole:
-        weights = _merged(found)
+        weights = merged_weights(found)
         tensors |= {name: weights[name] for name in weights if name.rpartition(".")[0].endswith(tuple(whole))}
     write_adapter(output, adapter_config(config, part, base, whole), tensors, found.base_fingerprint)
 
 
-def _open(base: str | Path, adapter: str | Path) -> Opened:
+def open_adapted(base: str | Path, adapter: str | Path) -> Opened:
     """Read a base and its adapter; raises CheckpointError unless they belong together."""
     config, params = load_model(base)
     adapted = load_adapter(adapter, config)
@@ -98,8 +98,9 @@ def _open(base: str | Path, adapter: str | Path) -> Opened:
     return Opened(config, params, adapted, found)
 
 
-def _merged(found: Opened) -> dict[str, np.ndarray]:
-    with np.errstate(over="ignore"):  # beyond float32 becomes inf, which is refused by name when it is written
+def merged_weights(found: Opened) -> dict[str, np.ndarray]:
+    """Return the base's weights with the adapter added; beyond float32 they become inf."""
+    with np.errstate(over="ignore"):  # a check, or the gate to disk, refuses inf by name
         return merged(found.config, found.params | found.adapted.tensors, adapters(found.config, found.adapted.lora))
 
 

@@ -71,8 +71,20 @@ def save_tensors(
             save_file(arrays, temporary, metadata=dict(metadata or {}))
         except SafetensorError as error:
             raise OSError(f"{path}: cannot be written: {error}") from error
+        _sort_metadata(temporary)
         if read_back:
             _compare(path, temporary, tensors)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the header's metadata, which safetensors writes in any order, in that of its keys."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        if len(header.get("__metadata__", {})) > 1:
+            ordered = {**header, "__metadata__": dict(sorted(header["__metadata__"].items()))}
+            file.seek(8)
+            file.write(json.dumps(ordered, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
 
 
 def load_tensors(path: str | Path) -> dict[str, np.ndarray]:

@@ -10,7 +10,9 @@ import numpy as np
 
 from mamba_ops.checkpoint import fingerprint, load_model, save_model
 from mamba_ops.config import LoraConfig, MambaConfig
-from mamba_ops.lora import adapters, merged, notes, targets, tensor_names, tensor_shapes
+from mamba_ops.export import merged_weights as merged_weights_of
+from mamba_ops.export import open_adapted
+from mamba_ops.lora import notes, targets, tensor_names, tensor_shapes
 from mamba_ops.peft import check_base, load_adapter, save_adapter
 from mamba_ops.peft_config import target_of
 from mamba_ops.tokenizer import BESIDE, TOKENIZER
@@ -110,11 +112,8 @@ def adapted_model(made: Manifest) -> tuple[MambaConfig, dict[str, np.ndarray]]:
 
     Raises CheckpointError when the base is not the one that the adapter was trained on.
     """
-    model, weights = load_model(made.root / made.facts["base_folder"])
-    adapted = load_adapter(made.path, model)
-    check_base(adapted, weights, made.path)
-    with np.errstate(over="ignore"):  # beyond float32 becomes inf, which fails a check
-        return model, merged(model, weights | adapted.tensors, adapters(model, adapted.lora))
+    found = open_adapted(made.root / made.facts["base_folder"], made.path)
+    return found.config, merged_weights_of(found)
 
 
 def adapter_metadata(state: TrainingState) -> dict[str, Any]:

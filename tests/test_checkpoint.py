@@ -210,6 +210,14 @@ def test_metadata_round_trips(tmp_path):
     assert load_metadata(tmp_path / "x.safetensors") == {}
 
 
+def test_the_same_tensors_and_metadata_are_the_same_bytes(tmp_path):
+    metadata = {"format": "pt", "base_fingerprint": "é1", "third": '"'}
+    for number in range(12):
+        save_tensors(tmp_path / f"{number}.safetensors", {"x": np.arange(3.0)}, metadata)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+    assert load_metadata(tmp_path / "0.safetensors") == metadata
+
+
 def test_a_write_that_fails_leaves_the_former_file(tmp_path):
     path = tmp_path / "x.safetensors"
     save_tensors(path, {"w": np.ones(3)})
