@@ -3,15 +3,15 @@
 `python -m mamba_ops.export merge BASE ADAPTER OUTPUT` and `python -m mamba_ops.export peft BASE ADAPTER OUTPUT`.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
 from mamba_ops.checkpoint import SAVED, load_model, save_model
+from mamba_ops.command_line import Parser
 from mamba_ops.config import MambaConfig
 from mamba_ops.lora import adapters, merged, tensor_shapes
 from mamba_ops.peft import Adapted, check_base, load_adapter, write_adapter
@@ -118,14 +118,8 @@ def _offer(lost: Sequence[str], kept: bool) -> str:
     return "; ".join([*parts, "the merge command makes a plain folder of any adapter"])
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and one line."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="mamba_ops.export", description="Take an adapter elsewhere.", allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(prog="mamba_ops.export", description="Take an adapter elsewhere.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     folder = commands.add_parser("merge", help="Add it to its base: a plain Hugging Face folder.", allow_abbrev=False)
     peft = commands.add_parser("peft", help="Make a folder that PEFT can run on Mamba.", allow_abbrev=False)

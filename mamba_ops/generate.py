@@ -9,15 +9,16 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn
 
 import numpy as np
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from mamba_ops.checkpoint import load_model
+from mamba_ops.command_line import Parser
 from mamba_ops.config import GenerateConfig, MambaConfig, TokenizerConfig
 from mamba_ops.cpu import open_cpu
+from mamba_ops.export import merged_weights, open_adapted
 from mamba_ops.model import empty_state, logits
 from mamba_ops.ops import IGNORED, Batch, LayerState, Ops, Parameters
 from mamba_ops.sampling import draw, probabilities
@@ -138,23 +139,18 @@ def _check_prompt(prompt_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np
     return prompt.astype(np.int64)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and one line."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="mamba_ops.generate", description="Continue a text with a checkpoint.", allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(prog="mamba_ops.generate", description="Continue a text with a checkpoint.", allow_abbrev=False)
     parser.add_argument("folder", help="Checkpoint folder in Hugging Face's layout, with its tokenizer.json.")
     parser.add_argument("--prompt", default="", help="Text to continue, the beginning of a document; default: none.")
+    parser.add_argument("--adapter", metavar="FOLDER", help="Adapter folder to add to the checkpoint; default: none.")
     for name, field in GenerateConfig.model_fields.items():
         text = f"{field.description} Default: {field.default}."
         parser.add_argument("--" + name.replace("_", "-"), default=field.default, metavar="N", help=text)
     return parser
 
 
-def _settings(parser: _Parser, options: argparse.Namespace) -> GenerateConfig:
+def _settings(parser: Parser, options: argparse.Namespace) -> GenerateConfig:
     try:
         options.prompt.encode()
     except UnicodeEncodeError as error:
@@ -165,6 +161,14 @@ def _settings(parser: _Parser, options: argparse.Namespace) -> GenerateConfig:
         first = error.errors(include_url=False)[0]
         message = first["msg"].removeprefix("Value error, ")
         parser.error(f"--{str(first['loc'][0]).replace('_', '-')}: {message}; got {first['input']!r}")
+
+
+def _model(folder: str, adapter: str | None) -> tuple[MambaConfig, dict[str, np.ndarray]]:
+    """Return the model of a folder, with an adapter added to its weights where one is given."""
+    if adapter is None:
+        return load_model(folder)
+    found = open_adapted(folder, adapter)
+    return found.config, merged_weights(found)
 
 
 def _end_of_text(tokenizer: Tokenizer, config: MambaConfig, folder: str) -> int:
@@ -195,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     settings = _settings(parser, options)
     try:
-        config, params = load_model(options.folder)
+        config, params = _model(options.folder, options.adapter)
         tokenizer = load_tokenizer(options.folder)
         end = _end_of_text(tokenizer, config, options.folder)
         pieces = continuation(open_cpu(), params, config, tokenizer, end, options.prompt, settings)

@@ -14,13 +14,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mamba_ops.checkpoint import load_model, save_model
-from mamba_ops.config import GenerateConfig, MambaConfig, TokenizerConfig
+from mamba_ops.checkpoint import fingerprint, load_model, save_model
+from mamba_ops.config import GenerateConfig, LoraConfig, MambaConfig, TokenizerConfig
 from mamba_ops.cpu import open_cpu
+from mamba_ops.export import merge
 from mamba_ops.generate import PROMPT_WINDOW, advance, continuation, generate, main, text_pieces
+from mamba_ops.lora import tensor_shapes
 from mamba_ops.model import empty_state, logits
 from mamba_ops.ops import IGNORED, Batch
 from mamba_ops.parameters import init
+from mamba_ops.peft import save_adapter
 from mamba_ops.tokenizer import build_tokenizer, embedding_rows, encode_texts, load_tokenizer, train_tokenizer
 
 E = 0
@@ -438,6 +441,25 @@ def broken(folder, to, kind):
 def test_a_bad_folder_exits_with_1_and_one_line(kind, message, folder, tmp_path, capsys):
     assert main([str(broken(folder, tmp_path / "bad", kind)), "--prompt", "the"]) == 1
     assert_one_line(capsys, message)
+
+
+def test_an_adapter_is_added_to_the_checkpoint(folder, tmp_path, capsys):
+    config, params = load_model(folder)
+    lora = LoraConfig(r=2, lora_alpha=8)
+    rng = np.random.default_rng(0)
+    shapes = tensor_shapes(config, lora)
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    save_adapter(tmp_path / "adapter", config, lora, tensors, fingerprint(params))
+    merge(folder, tmp_path / "adapter", tmp_path / "merged")
+    options = ["--prompt", "the", "--max-new-tokens", "20", "--temperature", "0"]
+    assert main([str(tmp_path / "merged"), *options]) == 0
+    expected = capsys.readouterr().out
+    assert main([str(folder), "--adapter", str(tmp_path / "adapter"), *options]) == 0
+    assert capsys.readouterr().out == expected
+    assert main([str(folder), *options]) == 0
+    assert capsys.readouterr().out != expected
+    assert main([str(folder), "--adapter", str(tmp_path / "none"), *options]) == 1
+    assert_one_line(capsys, str(tmp_path / "none"))
 
 
 def test_a_missing_folder_exits_with_1_and_one_line(tmp_path, capsys):
