@@ -2,7 +2,7 @@
 
 `python benchmarks/ways.py` first checks the gradients of an adapted model against a central difference, then makes
 steps of full training, LoRA and WSLA by turns, each in a process of its own, at vocabulary 50,280, d_model 768, 4
-layers, batch 1, 256 tokens; ratios are of medians of the same run. Then it measures the activations of a step of 24
+layers, batch 1, 256 tokens; ratios are of the same minute. Then it measures the activations of a step of 24
 layers with `tracemalloc`, kept and computed again. With `--adapter NAME` the steps are those of mamba-130m on a device,
 24 layers, batch 8, 512 tokens, and the memory is that of its buffers. `--json FILE` keeps the rows.
 """
@@ -37,7 +37,7 @@ from mamba_ops.wsla import wsla_names
 
 WAYS = "full", "lora", "wsla"
 SEQ_LEN = 256
-ROUNDS = 3
+ROUNDS = 5
 
 
 def model(layers: int) -> MambaConfig:
@@ -129,14 +129,15 @@ def in_process(*arguments: str) -> dict:
 
 
 def compared(*options: str) -> dict[str, dict]:
-    """Return each way's medians over rounds in which they take turns."""
+    """Return each way's medians over rounds in which they take turns; a ratio is the median of those of each round."""
     rounds = [{way: in_process("--steps", way, *options) for way in WAYS} for _ in range(ROUNDS)]
     rows = {}
     for way in WAYS:
-        times = [ms for made in rounds for ms in made[way].pop("ms")]
-        rows[way] = rounds[0][way] | {"step_ms": median(times), "step_ms_min": min(times), "step_ms_max": max(times)}
+        times = [ms for made in rounds for ms in made[way]["ms"]]
+        rows[way] = {key: value for key, value in rounds[0][way].items() if key != "ms"}
+        rows[way] |= {"step_ms": median(times), "step_ms_min": min(times), "step_ms_max": max(times)}
+        rows[way]["of_full"] = median(median(made[way]["ms"]) / median(made["full"]["ms"]) for made in rounds)
     for row in rows.values():
-        row["of_full"] = row["step_ms"] / rows["full"]["step_ms"]
         row["optimizer_of_full"] = row["optimizer_bytes"] / rows["full"]["optimizer_bytes"]
     return rows
 

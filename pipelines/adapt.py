@@ -22,7 +22,7 @@ CONFIGS = Path("configs")
 BASE = CONFIGS / "adapt.yaml"
 RESULT = BUILD / "adapt.json"
 SHIPPED = {FULL.weights: "checkpoint.yaml", WSLA.weights: "wsla.yaml", LORA.weights: "lora.yaml"}
-RATES = {FULL.weights: 2e-3, WSLA.weights: 1e-2, LORA.weights: 1e-2}
+RATES = {FULL.weights: 4e-3, WSLA.weights: 3e-2, LORA.weights: 2e-2}
 STEPS: dict[str, Any] = {
     "max_steps": 300,
     "warmup_steps": 20,
