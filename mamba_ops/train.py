@@ -20,6 +20,7 @@ from mamba_ops.metrics import HISTORY, StepMetrics, append, open_history
 from mamba_ops.mirror import Mirror
 from mamba_ops.ops import NO_ADAPTERS, Adapters, Array, Batch, Dropout, Need, Ops
 from mamba_ops.parameters import EMBEDDING
+from mamba_ops.run_folder import load_newest, open_run_folder, save_checkpoint
 from mamba_ops.schedule import learning_rate
 from mamba_ops.training_data import (
     TokenRows,
@@ -30,15 +31,7 @@ from mamba_ops.training_data import (
     windows,
     windows_per_epoch,
 )
-from mamba_ops.training_state import (
-    TrainingState,
-    check_identity,
-    load_newest,
-    run_folder,
-    run_identity,
-    save_checkpoint,
-    start,
-)
+from mamba_ops.training_state import TrainingState, check_identity, run_identity, start
 
 __all__ = ["StepMetrics", "StepResult", "TokenRows", "start", "stop", "total_steps", "train", "train_step"]
 
@@ -174,7 +167,7 @@ def _run(
     with ExitStack() as stack:
         kept: tuple[Path, BinaryIO] | None = None
         if folder is not None:
-            path = stack.enter_context(run_folder(folder, state.identity))
+            path = stack.enter_context(open_run_folder(folder, state.identity))
             size = load_newest(path, state)
             if size == 0 and state.step:
                 raise ValueError(f"{path}: expected a checkpoint of this run or a fresh state, got step {state.step}")

@@ -11,8 +11,9 @@ from mamba_ops.cpu import CpuOps
 from mamba_ops.estimate import estimate_time
 from mamba_ops.memory import estimate_memory, require_memory, size
 from mamba_ops.ops import Ops
+from mamba_ops.run_folder import checkpoints
 from mamba_ops.training_data import TokenRows
-from mamba_ops.training_state import TrainingState, checkpoints
+from mamba_ops.training_state import TrainingState
 
 
 def announced(

@@ -13,9 +13,10 @@ from mamba_ops.config import BatchesConfig, TrainConfig
 from mamba_ops.fingerprint import digest, write_json
 from mamba_ops.metrics import StepMetrics, read_history
 from mamba_ops.ops import Ops
+from mamba_ops.run_folder import ops_before
 from mamba_ops.train import TokenRows, train
 from mamba_ops.training_data import data_fingerprint, open_rows
-from mamba_ops.training_state import TrainingState, ops_before, run_identity
+from mamba_ops.training_state import TrainingState, run_identity
 from pipelines.accounts import accounts, reproducible, restart_peak, training_metadata
 from pipelines.before import announced
 from pipelines.checks import Events, Verdict, blocking, passed, reported

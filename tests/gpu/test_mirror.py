@@ -10,8 +10,8 @@ from mamba_ops.cpu import open_cpu
 from mamba_ops.mirror import Mirror, compare
 from mamba_ops.optimizer import adam_state
 from mamba_ops.parameters import EMBEDDING, init
+from mamba_ops.run_folder import checkpoints, ops_before
 from mamba_ops.train import start, train
-from mamba_ops.training_state import checkpoints, ops_before
 
 CONFIG = MambaConfig(vocab_size=40, hidden_size=8, num_hidden_layers=2, state_size=4)
 IDS = np.random.default_rng(0).integers(0, 40, 200)

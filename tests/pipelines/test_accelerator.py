@@ -14,7 +14,7 @@ import pytest
 
 from mamba_ops.accelerator import open_ops
 from mamba_ops.mirror import Mirror
-from mamba_ops.training_state import checkpoints, ops_before
+from mamba_ops.run_folder import checkpoints, ops_before
 from pipelines import resources, sides, training
 from pipelines.io import newest
 from pipelines.ways import LORA, WSLA

@@ -12,8 +12,8 @@ from contextlib import suppress
 import pytest
 
 from mamba_ops.metrics import read_history
+from mamba_ops.run_folder import checkpoints
 from mamba_ops.train import StopTraining, stop
-from mamba_ops.training_state import checkpoints
 from pipelines import training
 
 from .running import UPSTREAM, environment, failure, merged, pointers, run, verdicts, versions

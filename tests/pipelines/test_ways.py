@@ -13,7 +13,7 @@ from mamba_ops.checkpoint import fingerprint, load_model, load_tensors
 from mamba_ops.fingerprint import file_digest
 from mamba_ops.lora import tensor_shapes
 from mamba_ops.metrics import read_history
-from mamba_ops.training_state import checkpoints
+from mamba_ops.run_folder import checkpoints
 from mamba_ops.wsla import wsla_names
 from pipelines import definitions, training
 from pipelines.adapters import adapted_model

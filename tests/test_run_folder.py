@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mamba_ops import training_state
+from mamba_ops import run_folder
 from mamba_ops.fingerprint import digest, file_digest
 from mamba_ops.metrics import HISTORY, read_history
+from mamba_ops.run_folder import checkpoints
 from mamba_ops.tensors import CheckpointError, load_tensors
-from mamba_ops.training_state import checkpoints
 
 SCRIPT = Path(__file__).with_name("tiny_run.py")
 ENVIRONMENT = os.environ | {
@@ -334,7 +334,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 def test_another_version_of_numpy_is_said_to_break_bit_identity(tmp_path, monkeypatch, caplog):
     run(tmp_path)
     assert not caplog.records
-    monkeypatch.setattr(training_state, "VERSIONS", training_state.VERSIONS | {"numpy": "1.0"})
+    monkeypatch.setattr(run_folder, "VERSIONS", run_folder.VERSIONS | {"numpy": "1.0"})
     run(tmp_path)
     assert "not bit for bit" in caplog.text
 
