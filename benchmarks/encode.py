@@ -89,13 +89,15 @@ def _put(system: fsspec.AbstractFileSystem, path: str, texts: list[str]) -> None
 
 
 def measure(address: str, folder: Path) -> dict:
-    """Do it all in this process; seconds (wall, CPU, and others' share of the cores) by stage, and peak memory."""
+    """Do it all in this process; seconds (wall, CPU, and others' share of the cores) and memory's peak by stage."""
     config = CorpusConfig(paths=[address], validation_paths=[str(folder / "validation.txt")])
-    row = {}
+    row = {"start_peak_mb": _peak_bytes() / 1e6}
     with _timed(row, "corpus"):
         corpus = build_corpus(config, folder / "corpus")
+    row["corpus_peak_mb"] = _peak_bytes() / 1e6
     with _timed(row, "training"):
         build_tokenizer(TokenizerConfig(vocab_size=VOCAB_SIZE), training_texts(folder / "corpus"), folder / "tokenizer")
+    row["training_peak_mb"] = _peak_bytes() / 1e6
     with _timed(row, "encoding"):
         made = encode_corpus(folder / "corpus", folder / "tokenizer", folder / "ids")
     return row | {

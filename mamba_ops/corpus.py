@@ -92,8 +92,7 @@ def build_corpus(config: CorpusConfig, directory: str | Path, report: Report | N
     documents of `paths`. report: called about once a second.
     Memory: a row group or the largest line or row, and the ids; a text file may be of any size.
     Raises FileExistsError when `directory` exists; FileNotFoundError for a path that is not there; ValueError
-    for a malformed line, a damaged file, a file that changes meanwhile, and for a corpus or a split without
-    documents.
+    for a malformed line, a damaged file, a file that changes meanwhile, and for a corpus or a split without documents.
     """
     counts: Counter[str] = Counter()
     hashes = {split: hashlib.sha256() for split in SPLITS}
@@ -151,7 +150,7 @@ def _distinct(config: CorpusConfig, sources: _Sources, texts: TextWriter, counts
     seen: dict[bytes, Split] = {}
     held_out = _read(sources.validation, config, sources)
     yield from _unseen(held_out, "validation", seen, texts, counts)
-    documents = _read(sources.training, config, sources) if config.paths else default_documents()
+    documents = _read(sources.training, config, sources) if config.paths else default_documents(config.default)
     for kept in itertools.islice(_unseen(documents, "train", seen, texts, counts), config.max_documents):
         by_hash = not config.validation_paths and in_validation(kept.digest, config.validation_fraction)
         yield kept._replace(split="validation") if by_hash else kept
@@ -204,7 +203,7 @@ def _check_splits(config: CorpusConfig, counts: Counter[str]) -> None:
     empty = [split for split in SPLITS if not documents[split]]
     if not empty:
         return
-    names = f"corpus {config.paths or 'of this Python'}"
+    names = f"corpus {config.paths or f'of this Python ({config.default})'}"
     if config.validation_paths:
         names += f" with validation {config.validation_paths}"
     elif len(empty) == 1:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mamba_ops.documents import Part
+from mamba_ops.heap import trimmer
 
 DOCUMENTS = "documents.parquet"
 TEXTS = "texts.parquet"
@@ -78,12 +79,14 @@ class TextWriter:
         self._table = RowWriter(folder / TEXTS, _TEXT_SCHEMA, ["document", "role"])
         self._characters = 0
         self._written = False
+        self._passed = trimmer()
         self.number = 0
 
     def add(self, part: Part) -> None:
         """Add a part of the document at hand."""
         self._table.rows.append((self.number, part.role, part.text))
         self._characters += len(part.text)
+        self._passed(len(part.text))
         if self._characters >= ROW_GROUP_CHARACTERS or len(self._table.rows) >= ROW_GROUP_DOCUMENTS:
             self._table.flush()
             self._characters, self._written = 0, True
@@ -167,8 +170,10 @@ def training_texts(directory: str | Path, limit: int = TRAINING_BYTES) -> Iterat
 
 
 def _training_pieces(directory: str | Path) -> Iterator[str]:
+    passed = trimmer()
     for _, parts in open_documents(directory, "train"):
         for part in parts:
+            passed(len(part.text))
             yield from _contents(part.text) if part.role == "messages" else [part.text]
 
 

@@ -49,11 +49,18 @@ class Document:
     repairs: set[Repair] = field(default_factory=set)
 
 
-def default_documents() -> Iterator[Document]:
+def default_documents(chosen: str = "all") -> Iterator[Document]:
     """Yield the documentation topics and the public top-level modules of the running CPython, each by name.
 
-    Raises FileNotFoundError when this Python came without them.
+    chosen: as CorpusConfig.default. Raises FileNotFoundError when this Python came without the topics asked for.
     """
+    if chosen != "sources":
+        yield from _topics()
+    if chosen != "documentation":
+        yield from _modules()
+
+
+def _topics() -> Iterator[Document]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -63,11 +70,14 @@ def default_documents() -> Iterator[Document]:
     for name in sorted(topics):
         repairs: set[Repair] = set()
         yield _document(f"pydoc_data.topics:{name}", [("text", _repaired(topics[name], repairs))], repairs)
+
+
+def _modules() -> Iterator[Document]:
     library = Path(sysconfig.get_path("stdlib"))
     for name in sorted(sys.stdlib_module_names):
         path = library / f"{name}.py"
         if not name.startswith("_") and path.is_file():
-            repairs = set()
+            repairs: set[Repair] = set()
             yield _document(f"stdlib:{name}.py", [("text", _decoded(path.read_bytes(), repairs))], repairs)
 
 

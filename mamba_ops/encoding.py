@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 SLICE_CHARACTERS = 1 << 16
 WHOLE_CHARACTERS = 1 << 20
-BATCH_CHARACTERS = 1 << 19
+BATCH_CHARACTERS = 1 << 18
 LONGEST_CHARACTERS = 1 << 24
 CONTEXT_CHARACTERS = 1 << 10
 TRIES = 64

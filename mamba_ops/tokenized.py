@@ -29,6 +29,7 @@ from mamba_ops.corpus import MANIFEST, SPLITS, CorpusManifest, Manifest, Split, 
 from mamba_ops.corpus_tables import DOCUMENTS, Row, RowWriter, open_documents
 from mamba_ops.encoding import cut, encode_slices
 from mamba_ops.fingerprint import atomic_directory, digest, file_digest, write_json
+from mamba_ops.heap import trimmer
 from mamba_ops.loss_mask import masked_runs
 from mamba_ops.progress import Report, meter
 from mamba_ops.storage import Advance
@@ -176,11 +177,13 @@ def _encoded(
 ) -> Encoded:
     """Encode a split's texts; those of a chat may hold special tokens, any other is plain text."""
     tokenizers: dict[bool, Tokenizer] = {}
+    passed = trimmer()
     for chat, texts in itertools.groupby(_texts(corpus, folder, coder, split), key=lambda found: found[0].chat):
         if chat not in tokenizers:
             tokenizers[chat] = load_tokenizer(folder)
             tokenizers[chat].encode_special_tokens = not chat
         for piece, ids in encode_slices(tokenizers[chat], cut(tokenizers[chat], texts), threads):
+            passed(len(piece.text))
             yield piece.key, len(piece.text.encode()), ids
 
 

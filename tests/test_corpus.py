@@ -70,10 +70,33 @@ def test_default_corpus(tmp_path):
     assert manifest.ignored == manifest.empty == manifest.undecodable == 0
 
 
+def test_default_corpus_in_its_two_parts(tmp_path):
+    def ids(chosen):
+        manifest = build_corpus(CorpusConfig(default=chosen), tmp_path / chosen)
+        table = pd.read_parquet(tmp_path / chosen / "documents.parquet")
+        return manifest, dict(zip(table["id"], zip(table["source"], table["split"], strict=True), strict=True))
+
+    found = {chosen: ids(chosen) for chosen in ("all", "documentation", "sources")}
+    assert len({manifest.fingerprint for manifest, _ in found.values()}) == 3
+    parts = {chosen: documents for chosen, (_, documents) in found.items()}
+    assert parts["documentation"] | parts["sources"] == parts["all"]
+    assert not parts["documentation"].keys() & parts["sources"].keys()
+    for chosen, pattern in ("documentation", "pydoc_data.topics:"), ("sources", "stdlib:"):
+        assert all(source.startswith(pattern) for source, _ in parts[chosen].values())
+        assert {split for _, split in parts[chosen].values()} == {"train", "validation"}
+        assert sum(found[chosen][0].bytes.values()) > 3e5
+
+
+def test_a_part_of_the_default_corpus_together_with_paths():
+    with pytest.raises(ValueError, match=r"default: expected all, as paths are given, got 'sources' with \['texts'\]"):
+        CorpusConfig(paths=["texts"], default="sources")
+
+
 def test_default_corpus_without_topics(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pydoc_data.topics", None)
     with pytest.raises(FileNotFoundError, match=r"pydoc_data\.topics.*give corpus paths"):
         next(default_documents())
+    assert next(default_documents("sources")).source == "stdlib:abc.py"
 
 
 def test_table_and_manifest(tmp_path, folder):

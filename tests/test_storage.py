@@ -1,12 +1,16 @@
 """Files of a corpus at addresses: found, read, and noticed when they change; S3 by a server on this machine."""
 
 import functools
+import io
+import itertools
 import os
+import runpy
 import socket
 import threading
 import zipfile
 from datetime import UTC, datetime
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import fsspec
 import pandas as pd
@@ -153,6 +157,20 @@ def test_large_remote_files_are_read_in_blocks(s3, tmp_path, monkeypatch):
     assert text in list(corpus.read_texts(tmp_path / "corpus", "train")) + list(
         corpus.read_texts(tmp_path / "corpus", "validation")
     )
+
+
+@pytest.mark.large
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak is read from /proc")
+def test_many_remote_files_take_the_memory_of_few(s3, tmp_path):
+    run = runpy.run_path(str(Path(__file__).with_name("encoding_run.py")))
+    texts, peaks = run["documents"](90), []
+    for files, folder in ((30, "few"), (90, "many")):
+        for number in range(files):
+            table = pd.DataFrame({"text": list(itertools.islice(texts, 100))})
+            table.to_parquet(buffer := io.BytesIO())
+            put(s3, {f"{folder}/{number:03}.parquet": buffer.getvalue()})
+        peaks.append(run["peak"](tmp_path / folder, f"{s3}/{folder}", True))
+    assert peaks[1] - peaks[0] < 25 * run["MB"]
 
 
 def test_storage_options_are_passed_on(s3, s3_server, tmp_path, monkeypatch):
