@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
 
+from mamba_ops.available import peak_memory
 from mamba_ops.config import CorpusConfig, TokenizerConfig
 from mamba_ops.corpus import build_corpus, read_texts
 from mamba_ops.corpus_tables import training_texts
@@ -91,20 +91,20 @@ def _put(system: fsspec.AbstractFileSystem, path: str, texts: list[str]) -> None
 def measure(address: str, folder: Path) -> dict:
     """Do it all in this process; seconds (wall, CPU, and others' share of the cores) and memory's peak by stage."""
     config = CorpusConfig(paths=[address], validation_paths=[str(folder / "validation.txt")])
-    row = {"start_peak_mb": _peak_bytes() / 1e6}
+    row = {"start_peak_mb": (peak_memory() or 0) / 1e6}
     with _timed(row, "corpus"):
         corpus = build_corpus(config, folder / "corpus")
-    row["corpus_peak_mb"] = _peak_bytes() / 1e6
+    row["corpus_peak_mb"] = (peak_memory() or 0) / 1e6
     with _timed(row, "training"):
         build_tokenizer(TokenizerConfig(vocab_size=VOCAB_SIZE), training_texts(folder / "corpus"), folder / "tokenizer")
-    row["training_peak_mb"] = _peak_bytes() / 1e6
+    row["training_peak_mb"] = (peak_memory() or 0) / 1e6
     with _timed(row, "encoding"):
         made = encode_corpus(folder / "corpus", folder / "tokenizer", folder / "ids")
     return row | {
         "bytes": sum(corpus.bytes.values()),
         "documents": sum(corpus.documents.values()),
         "tokens": made.streams["train"].tokens,
-        "peak_mb": _peak_bytes() / 1e6,
+        "peak_mb": (peak_memory() or 0) / 1e6,
     }
 
 
@@ -151,14 +151,6 @@ def _timed(row: dict, name: str) -> Iterator[None]:
     spent["others_s"] = max(0.0, _busy_seconds() - busy - spent["cpu_s"])
     for key, value in spent.items():
         row[f"{name}_{key}"] = row.get(f"{name}_{key}", 0.0) + value
-
-
-def _peak_bytes() -> int:
-    """Return the most memory this process has had; it starts no other."""
-    status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss begins with what the parent had
-        return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 
 
 def _busy_seconds() -> float:

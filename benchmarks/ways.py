@@ -2,7 +2,7 @@
 
 `python benchmarks/ways.py` first checks the gradients of an adapted model against a central difference, then makes
 steps of full training, LoRA and WSLA by turns, each in a process of its own, at vocabulary 50,280, d_model 768, 4
-layers, batch 1, 256 tokens; ratios are of the same minute. Then it measures the activations of a step of 24
+layers, batch 1, 256 tokens; a ratio is of one round. Then it measures the activations of a step of 24
 layers with `tracemalloc`, kept and computed again. With `--adapter NAME` the steps are those of mamba-130m on a device,
 24 layers, batch 8, 512 tokens, and the memory is that of its buffers. `--json FILE` keeps the rows.
 """
@@ -24,6 +24,7 @@ import numpy as np
 from cpu_step import quiet_share
 
 from mamba_ops import gradcheck
+from mamba_ops.available import peak_memory, restart_peak
 from mamba_ops.config import TARGETS, LoraConfig, MambaConfig, TrainConfig, WslaTrainConfig
 from mamba_ops.cpu import open_cpu
 from mamba_ops.gpu.gpu_ops import open_gpu
@@ -67,6 +68,7 @@ def steps(way: str, repeats: int, adapter: str | None) -> dict:
     config = model(4 if adapter is None else 24)
     batch = random_rows(config, 1, SEQ_LEN) if adapter is None else random_rows(config, 8, 512)
     state, settings = begin(way, config)
+    restart_peak()
     ops = open_cpu() if adapter is None else open_gpu(adapter)
     mirror = Mirror(ops, state.params, state.adam)
     buffers, spent = GradientBuffers(mirror.params, state.names, ops), []
@@ -82,7 +84,7 @@ def steps(way: str, repeats: int, adapter: str | None) -> dict:
         "ms": spent[1:],
         "trainable": state.trainable,
         "optimizer_bytes": state_bytes(state.adam),
-        "peak_bytes": peak_bytes() if adapter is None else ops.device.held_bytes,
+        "peak_bytes": peak_memory() if adapter is None else ops.device.held_bytes,
     }
 
 
@@ -102,13 +104,6 @@ def digest(arrays: Iterable[np.ndarray]) -> str:
     for array in arrays:
         found.update(np.ascontiguousarray(array).data)
     return found.hexdigest()
-
-
-def peak_bytes() -> int:
-    """Return the most memory this process has had (Linux)."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def check() -> float:
@@ -156,8 +151,22 @@ def saved(layers: int) -> dict[str, dict]:
     return rows
 
 
-def main() -> None:
-    """Check, measure, print."""
+def wrong(rows: dict[str, dict], layers: dict[str, dict]) -> list[str]:
+    """Return what LoRA and checkpointing promise and do not hold, on the CPU."""
+    lora = rows["lora"]
+    found = [f"lora's step takes {lora['of_full']:.2f} of full training's, expected 0.75"] * (lora["of_full"] > 0.75)
+    share = lora["optimizer_of_full"]
+    found += [f"lora's optimizer state is {share:.1%} of full training's, expected 2 %"] * (share > 0.02)
+    for way, row in layers.items():
+        found += [f"{way}: checkpointing leaves {row['share']:.2f} of the activations, expected a third"] * (
+            row["share"] > 1 / 3
+        )
+        found += [f"{way}: the gradients differ with checkpointing"] * (not row["same_gradients"])
+    return found
+
+
+def main() -> int:
+    """Check, measure, print; return 1 where something promised does not hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=24, help="of the model whose activations are measured")
@@ -169,10 +178,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps:
         print(json.dumps(steps(options.steps, options.repeats, options.adapter)))
-        return
+        return 0
     if options.activations:
         print(json.dumps(activations(options.activations, options.layers, options.again)))
-        return
+        return 0
     busy = quiet_share()
     print(f"other processes use {busy:.0%} of the cores" + ": NOT QUIET, do not believe the times" * (busy > 0.05))
     print(f"check: derivative of the adapters within {check():.1e} of a central difference")
@@ -196,7 +205,10 @@ def main() -> None:
         machine["adapter"] = options.adapter or "cpu"
         found = {"machine": machine, "ways": rows, "layers": options.layers, "activations": layers}
         options.json.write_text(json.dumps(found, indent=2) + "\n")
+    failed = [] if options.adapter else wrong(rows, layers)
+    print("".join(f"{line}\n" for line in failed), end="")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 TARGETS = ("in_proj", "x_proj", "dt_proj", "out_proj", "conv1d", "A_log", "embeddings")
 """What an adapter can be put on: the names of Mamba's modules, as PEFT's target_modules has them, and A_log."""
@@ -181,7 +181,19 @@ class WeightsConfig(Stage):
         return self
 
 
-class TrainConfig(Stage):
+class SaveConfig(Stage):
+    """How weights are written."""
+
+    save_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Dtype of the weights' files; checkpoints of a run stay float32."
+    )
+    max_shard_size: ByteSize | None = Field(
+        default=None,
+        description="Most bytes of a file of weights, such as 500MB or 2GB (powers of 1,000); none: one file.",
+    )
+
+
+class TrainConfig(SaveConfig):
     """The training run; names as in transformers' TrainingArguments."""
 
     learning_rate: Number = Field(default=1e-4, gt=0, le=10, description="Peak rate, reached after the warm-up.")
@@ -219,13 +231,6 @@ class TrainConfig(Stage):
         description="Most memory that training may take, such as 16GB; none: what is available, or the limit of the "
         "control group. A run that takes more is refused before it starts.",
     )
-    save_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Dtype of the trained weights' files; checkpoints of the run stay float32."
-    )
-    max_shard_size: ByteSize | None = Field(
-        default=None,
-        description="Most bytes of a file of trained weights, such as 500MB or 2GB (powers of 1,000); none: one file.",
-    )
 
 
 class WslaTrainConfig(TrainConfig):
@@ -255,14 +260,13 @@ class LoraConfig(Stage):
         description="What is adapted: " + ", ".join(TARGETS) + ".",
     )
 
-    @model_validator(mode="after")
-    def _known_targets(self) -> "LoraConfig":
-        unknown = [name for name in self.target_modules if name not in TARGETS]
-        if unknown or not self.target_modules:
-            raise ValueError(
-                f"target_modules: expected some of {', '.join(TARGETS)}, got {unknown or self.target_modules}"
-            )
-        return self
+    @field_validator("target_modules")
+    @classmethod
+    def _known_targets(cls, names: list[str]) -> list[str]:
+        unknown = [name for name in names if name not in TARGETS]
+        if unknown or not names:
+            raise ValueError(f"expected some of {', '.join(TARGETS)}, got {unknown or names}")
+        return [name for name in TARGETS if name in names]
 
 
 class LoraTrainConfig(TrainConfig, LoraConfig):
@@ -274,16 +278,6 @@ class LoraTrainConfig(TrainConfig, LoraConfig):
         min_length=1,
         description="An adapter folder to continue from; its rank, alpha and targets must be those of this "
         "configuration. None: a new adapter.",
-    )
-
-
-class MergeConfig(Stage):
-    """How merged weights are written."""
-
-    save_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Dtype of the weights' files.")
-    max_shard_size: ByteSize | None = Field(
-        default=None,
-        description="Most bytes of a file of weights, such as 500MB or 2GB (powers of 1,000); none: one file.",
     )
 
 

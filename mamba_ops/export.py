@@ -60,7 +60,7 @@ def merge(
     save_model(
         output,
         found.config,
-        merged_weights(found),
+        add_to_base(found),
         tokenizer if tokenizer.is_file() else None,
         max_shard_size=max_shard_size,
         dtype=dtype,
@@ -84,7 +84,7 @@ def export_peft(base: str | Path, adapter: str | Path, output: str | Path, *, fu
     part = lora.model_copy(update={"target_modules": kept})
     tensors = {name: found.adapted.tensors[name] for name in tensor_shapes(config, part)}
     if whole:
-        weights = merged_weights(found)
+        weights = add_to_base(found)
         tensors |= {name: weights[name] for name in weights if name.rpartition(".")[0].endswith(tuple(whole))}
     write_adapter(output, adapter_config(config, part, base, whole), tensors, found.base_fingerprint)
 
@@ -94,14 +94,16 @@ def open_adapted(base: str | Path, adapter: str | Path) -> Opened:
     config, params = load_model(base)
     adapted = load_adapter(adapter, config)
     found = fingerprint(params)
-    check_base(adapted, found, adapter)
+    check_base(adapted, found)
     return Opened(config, params, adapted, found)
 
 
-def merged_weights(found: Opened) -> dict[str, np.ndarray]:
+def add_to_base(found: Opened) -> dict[str, np.ndarray]:
     """Return the base's weights with the adapter added; beyond float32 they become inf."""
     with np.errstate(over="ignore"):  # a check, or the gate to disk, refuses inf by name
-        return merged(found.config, found.params | found.adapted.tensors, adapters(found.config, found.adapted.lora))
+        return merged(
+            found.config, {**found.params, **found.adapted.tensors}, adapters(found.config, found.adapted.lora)
+        )
 
 
 def _runs(target: str, config: MambaConfig) -> bool:

@@ -18,7 +18,7 @@ from mamba_ops.checkpoint import load_model
 from mamba_ops.command_line import Parser
 from mamba_ops.config import GenerateConfig, MambaConfig, TokenizerConfig
 from mamba_ops.cpu import open_cpu
-from mamba_ops.export import merged_weights, open_adapted
+from mamba_ops.export import add_to_base, open_adapted
 from mamba_ops.model import empty_state, logits
 from mamba_ops.ops import IGNORED, Batch, LayerState, Ops, Parameters
 from mamba_ops.sampling import draw, probabilities
@@ -168,7 +168,7 @@ def _model(folder: str, adapter: str | None) -> tuple[MambaConfig, dict[str, np.
     if adapter is None:
         return load_model(folder)
     found = open_adapted(folder, adapter)
-    return found.config, merged_weights(found)
+    return found.config, add_to_base(found)
 
 
 def _end_of_text(tokenizer: Tokenizer, config: MambaConfig, folder: str) -> int:

@@ -50,9 +50,9 @@ def tensor_shapes(config: MambaConfig, lora: LoraConfig) -> dict[str, tuple[int,
 
 
 def initial(config: MambaConfig, lora: LoraConfig, seed: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Return fresh tensors that add nothing, as PEFT makes them: A ~ U(+-1/sqrt(in)) and B 0; for the embedding A 0 and
+    """Return fresh tensors that add nothing, as PEFT makes them.
 
-    B ~ N(0, 1). Each tensor has a random stream of its own.
+    A ~ U(+-1/sqrt(in)) and B = 0; for the embedding A = 0 and B ~ N(0, 1). Each tensor has a random stream of its own.
     """
     tensors = {}
     for name, shape in tensor_shapes(config, lora).items():
@@ -73,6 +73,11 @@ def adapters(config: MambaConfig, lora: LoraConfig) -> dict[str, Adapter]:
         weight: Adapter(*tensor_names(weight), lora.lora_alpha / (math.sqrt(rank) if lora.use_rslora else rank))
         for weight, rank in targets(config, lora).items()
     }
+
+
+def zero_at_start(weight: str, adapter: Adapter) -> str:
+    """Return the name of the tensor without which an adapter adds nothing, and that fresh ones have at 0."""
+    return adapter.A if weight == EMBEDDING else adapter.B
 
 
 def merged(config: MambaConfig, params: Mapping[str, np.ndarray], found: Adapters) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from mamba_ops.low_rank import with_dropout
 from mamba_ops.model import losses_and_gradients
 from mamba_ops.ops import NO_ADAPTERS, Adapters, Dropout, Ops
 from mamba_ops.parameters import select, table
+from mamba_ops.tensors import BLOCK
 
 BLAS_DEPTH = 320
 BLAS_BUFFER = 1 << 25
@@ -27,7 +28,7 @@ RUNTIME = 6 << 20
 """Bytes of what is too small to count: stacks of threads, modules that are imported late, what malloc keeps."""
 
 READ_BACK = 2.25
-"""What is saved is read again and compared: two tensors at a time and a mask, in sizes of the largest one."""
+"""What is saved is read again and compared: two blocks at a time and a mask, in sizes of a block."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,13 @@ def estimate_memory(
         moments=2 * trainable,
         activations=tally.pooled,
         scratch=tally.scratch_bytes + blas + RUNTIME,
-        passing=max(tally.passing, int(READ_BACK * max(sizes[name] for name in (trained if lora else sizes)))),
+        passing=max(tally.passing, _saving(max(sizes[name] for name in trained), itemsize)),
     )
+
+
+def _saving(largest: int, itemsize: int) -> int:
+    """Return what a checkpoint takes besides: blocks that are read back, or a mask of what is finite in a tensor."""
+    return max(int(READ_BACK * min(largest, BLOCK * itemsize)), largest // itemsize)
 
 
 def _run(

@@ -33,12 +33,17 @@ FINGERPRINT = "base_fingerprint"
 READ = ("F32", "F16", "BF16")
 
 
+FREE = frozenset({"lora_dropout"})
+"""Fields in which a continued adapter may differ: they change how it is trained, not what its tensors mean."""
+
+
 class Adapted(NamedTuple):
-    """An adapter as read: its configuration, float32 tensors by name, and the fingerprint of its base if recorded."""
+    """An adapter: its configuration, tensors by name, the fingerprint of its base if recorded, where it was read."""
 
     lora: LoraConfig
-    tensors: dict[str, np.ndarray]
-    base_fingerprint: str | None
+    tensors: Mapping[str, np.ndarray]
+    base_fingerprint: str | None = None
+    where: str | Path = "adapter"
 
 
 def save_adapter(
@@ -92,21 +97,31 @@ def load_adapter(folder: str | Path, config: MambaConfig) -> Adapted:
     base_fingerprint = load_metadata(path).get(FINGERPRINT)
     if base_fingerprint is None:
         _check_meaning(path, config, lora, tensors)
-    return Adapted(lora, tensors, base_fingerprint)
+    return Adapted(lora, tensors, base_fingerprint, folder)
 
 
-def check_base(adapted: Adapted, base: str | Mapping[str, np.ndarray], where: str | Path) -> None:
+def check_base(adapted: Adapted, base: str | Mapping[str, np.ndarray]) -> None:
     """Raise CheckpointError when the base is not the one that the adapter was trained on.
 
-    base: the float32 parameters, or their fingerprint. where: the adapter's folder, for the error. An adapter without
-    a recorded fingerprint, such as PEFT's own, fits any base of its shape.
+    base: the float32 parameters, or their fingerprint. An adapter without a recorded fingerprint, such as PEFT's own,
+    fits any base of its shape.
     """
     if adapted.base_fingerprint is None:
         return
     found = base if isinstance(base, str) else fingerprint(base)
     if found != adapted.base_fingerprint:
         expected = f"{adapted.base_fingerprint}, that of the base the adapter was trained on"
-        raise mismatch(where, FINGERPRINT, f"a base with {found}", expected)
+        raise mismatch(adapted.where, FINGERPRINT, f"a base with {found}", expected)
+
+
+def check_continued(adapted: Adapted, lora: LoraConfig) -> None:
+    """Raise ValueError naming each field in which an adapter's configuration is not the one it is continued with."""
+    a, b = (options.model_dump(exclude=set(FREE)) for options in (adapted.lora, lora))
+    different = [f"{name}: found {a[name]}, expected {b[name]}" for name in a if a[name] != b[name]]
+    if different:
+        raise ValueError(
+            f"{adapted.where}: an adapter of another configuration is not continued: {'; '.join(different)}"
+        )
 
 
 def write_adapter(

@@ -88,8 +88,7 @@ def train(
     if isinstance(ops, CpuOps):
         run = state.config, train_config, batches_config, len(rows.starts)
         held = sum(value.nbytes for value in state.params.values())
-        trained: dict[str, Any] = {"lora": state.lora} if state.lora else {"names": state.names}
-        require_memory(*run, **trained, threads=ops.threads, dtype=dtype, held=held)
+        require_memory(*run, **state.selection, threads=ops.threads, dtype=dtype, held=held)
     identity = run_identity(state, train_config, batches_config, data_fingerprint(rows), rows.tokenizer)
     if state.identity:
         check_identity("this state", state.identity, identity)

@@ -8,19 +8,14 @@ from typing import Any
 import numpy as np
 
 from mamba_ops.config import BatchesConfig, LoraConfig, MambaConfig, TrainConfig
-from mamba_ops.lora import adapters, initial, tensor_shapes
+from mamba_ops.lora import adapters, initial, notes, tensor_shapes
 from mamba_ops.ops import NO_ADAPTERS, Adapters, Dropout
 from mamba_ops.optimizer import AdamState, adam_state
 from mamba_ops.parameters import init, select, table
+from mamba_ops.peft import Adapted, check_base, check_continued
 from mamba_ops.tensors import fingerprint
 
-try:
-    import fcntl
-except ImportError:  # no such lock on Windows
-    fcntl = None  # type: ignore[assignment]
-
 log = logging.getLogger(__name__)
-
 
 UNRELATED_TO_RESULT = frozenset(
     {
@@ -73,6 +68,11 @@ class TrainingState:
         return Dropout(self.lora.lora_dropout, self.seed, self.step) if self.lora else None
 
     @property
+    def selection(self) -> dict[str, Any]:
+        """What trains, as `memory.estimate_memory` takes it."""
+        return {"lora": self.lora} if self.lora else {"names": self.names}
+
+    @property
     def trainable(self) -> int:
         """Number of scalars that train."""
         return sum(self.params[name].size for name in self.names)
@@ -85,28 +85,30 @@ def start(
     seed: int = 0,
     names: Iterable[str] | None = None,
     lora: LoraConfig | None = None,
-    adapter: Mapping[str, np.ndarray] | None = None,
+    adapter: Adapted | None = None,
     dtype: Any = np.float32,
+    copy: bool = True,
 ) -> TrainingState:
     """Return the state before the first step; it owns a copy of `params`, or fresh parameters from `seed`.
 
     names: the parameters that train, all for None; the others stay as they are, without gradient or moments.
-    lora: adapters train and nothing else, fresh ones from `seed` or those with the tensors of `adapter`.
-    Raises ValueError on parameters that do not fit the config, unknown names, no names, and names together with lora.
+    lora: adapters train and nothing else, fresh ones from `seed` or those of `adapter`, which are copied. copy: False
+    where the caller gives `params` away.
+    Raises ValueError on parameters that do not fit the config, unknown names, no names, names together with lora, and
+    an adapter without lora, of another configuration or for another base.
     """
     if lora and names is not None:
         raise ValueError(f"names: with lora the adapters alone train, expected none, got {sorted(names)[:5]}")
+    if adapter and not lora:
+        raise ValueError("adapter: expected lora, the configuration that it is continued with, got none")
     shapes = {name: entry.shape for name, entry in table(config).items()}
     if params is None:
         own = init(config, seed, dtype)
     else:
         _check_shapes("parameters", params, shapes)
-        own = {name: np.array(params[name], dtype=dtype, order="C") for name in shapes}
+        own = {name: np.array(params[name], dtype=dtype, order="C", copy=copy or None) for name in shapes}
     if lora:
-        tensors = _adapter_tensors(config, lora, seed, adapter, dtype)
-        own |= tensors
-        found = adapters(config, lora)
-        return TrainingState(config, own, list(tensors), adam_state(own, tensors), lora=lora, adapters=found, seed=seed)
+        return _adapted_start(config, own, lora, seed, adapter, dtype)
     chosen = select(config, names)
     if not chosen:
         raise ValueError(f"names: expected at least one parameter to train, got none of {list(shapes)}")
@@ -142,15 +144,23 @@ def check_identity(where: str, recorded: Mapping[str, Any], given: Mapping[str, 
         raise ValueError(f"{where} belongs to another run and is not continued: {'; '.join(lines)}")
 
 
-def _adapter_tensors(
-    config: MambaConfig, lora: LoraConfig, seed: int, given: Mapping[str, np.ndarray] | None, dtype: Any
-) -> dict[str, np.ndarray]:
-    """Return fresh tensors, or a copy of the given ones; raises ValueError where these do not fit."""
-    if given is None:
-        return initial(config, lora, seed, dtype)
-    shapes = tensor_shapes(config, lora)
-    _check_shapes("adapter", given, shapes)
-    return {name: np.array(given[name], dtype=dtype, order="C") for name in shapes}
+def _adapted_start(
+    config: MambaConfig, own: dict[str, np.ndarray], lora: LoraConfig, seed: int, adapter: Adapted | None, dtype: Any
+) -> TrainingState:
+    """Return the state of adapters on parameters that it owns."""
+    for note in notes(config, lora):
+        log.info(note)
+    if adapter is None:
+        tensors = initial(config, lora, seed, dtype)
+    else:
+        check_continued(adapter, lora)
+        check_base(adapter, own)
+        shapes = tensor_shapes(config, lora)
+        _check_shapes("adapter", adapter.tensors, shapes)
+        tensors = {name: np.array(adapter.tensors[name], dtype=dtype, order="C") for name in shapes}
+    own |= tensors
+    found = adapters(config, lora)
+    return TrainingState(config, own, list(tensors), adam_state(own, tensors), lora=lora, adapters=found, seed=seed)
 
 
 def _check_shapes(what: str, given: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:

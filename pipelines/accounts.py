@@ -1,9 +1,7 @@
 """What a training run took and how it went, as metadata."""
 
 import statistics
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +9,14 @@ import dagster as dg
 import numpy as np
 import pandas as pd
 
+from mamba_ops.available import peak_memory
 from mamba_ops.metrics import StepMetrics, mean_loss
 from mamba_ops.optimizer import state_bytes
 from mamba_ops.training_state import TrainingState
 from pipelines.pictures import plot, sketch, table, thinned
 
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]
-
 SHOWN = 40
 WALL_CLOCK = ("seconds", "elapsed_seconds")
-PROCESS = Path("/proc/self")
-
-
-def restart_peak() -> None:
-    """Let `peak_memory` count from here, where the system can (Linux)."""
-    with suppress(OSError):
-        (PROCESS / "clear_refs").write_text("5", encoding="ascii")
-
-
-def peak_memory() -> int | None:
-    """Return the most bytes that this process has held at once; None where the system does not say."""
-    with suppress(OSError):
-        for line in (PROCESS / "status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    if resource is None:
-        return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
 
 
 def accounts(state: TrainingState, history: Sequence[StepMetrics]) -> dict[str, Any]:

@@ -10,10 +10,9 @@ import numpy as np
 
 from mamba_ops.checkpoint import fingerprint, load_model, save_model
 from mamba_ops.config import LoraConfig, MambaConfig
-from mamba_ops.export import merged_weights as merged_weights_of
-from mamba_ops.export import open_adapted
+from mamba_ops.export import add_to_base, open_adapted
 from mamba_ops.lora import notes, targets, tensor_names, tensor_shapes
-from mamba_ops.peft import check_base, load_adapter, save_adapter
+from mamba_ops.peft import load_adapter, save_adapter
 from mamba_ops.peft_config import target_of
 from mamba_ops.tokenizer import BESIDE, TOKENIZER
 from mamba_ops.training_state import TrainingState, start
@@ -23,9 +22,6 @@ from pipelines.io import Manifest, draft, output, publish
 from pipelines.pictures import table
 from pipelines.resources import Storage
 from pipelines.weights import weights_finite, weights_metadata
-
-FREE = frozenset({"lora_dropout"})
-"""Fields in which a continued adapter may differ: they change how it is trained, not what its tensors mean."""
 
 
 @dg.asset(
@@ -62,40 +58,14 @@ def begin_adapter(context: dg.AssetExecutionContext, config: LoraRun, base: Mani
     lora = LoraConfig(**config.model_dump(include=set(LoraConfig.model_fields)))
     for note in notes(model, lora):
         context.log.info(note)
-    given = tensors_of(config.adapter, model, lora, base.facts["weights"]) if config.adapter else None
-    return start(model, weights, seed=config.seed, lora=lora, adapter=given)
-
-
-def tensors_of(adapter: str, model: MambaConfig, lora: LoraConfig, base_fingerprint: str) -> dict[str, np.ndarray]:
-    """Return the tensors of an adapter that is continued.
-
-    Raises ValueError when the adapter has another configuration, or belongs to another base.
-    """
-    folder = Path(adapter).expanduser()
-    adapted = load_adapter(folder, model)
-    check_lora(folder, adapted.lora, lora)
-    check_base(adapted, base_fingerprint, folder)
-    return adapted.tensors
-
-
-def check_lora(folder: Path, found: LoraConfig, expected: LoraConfig) -> None:
-    """Raise ValueError naming each field in which an adapter's configuration is not the stage's."""
-    a, b = (
-        lora.model_dump(exclude=set(FREE)) | {"target_modules": sorted(set(lora.target_modules))}
-        for lora in (found, expected)
-    )
-    different = [f"{name}: found {a[name]}, expected {b[name]}" for name in a if a[name] != b[name]]
-    if different:
-        raise ValueError(
-            f"{folder}: an adapter of another configuration than that of the stage is not continued: "
-            f"{'; '.join(different)}"
-        )
+    adapter = load_adapter(Path(config.adapter).expanduser(), model) if config.adapter else None
+    return start(model, weights, seed=config.seed, lora=lora, adapter=adapter, copy=False)
 
 
 def save_adapter_folder(folder: Path, state: TrainingState, config: LoraRun, base: Manifest) -> dict[str, Any]:
     """Write an adapter folder under PEFT's names, with the base's tokenizer."""
     assert state.lora
-    save_adapter(folder, state.config, state.lora, state.trained, base.facts["weights"], base.folder)
+    save_adapter(folder, state.config, state.lora, state.trained, base.facts["weights"])
     for name in (TOKENIZER, *BESIDE):
         if (base.path / name).is_file():
             shutil.copyfile(base.path / name, folder / name)
@@ -113,7 +83,7 @@ def adapted_model(made: Manifest) -> tuple[MambaConfig, dict[str, np.ndarray]]:
     Raises CheckpointError when the base is not the one that the adapter was trained on.
     """
     found = open_adapted(made.root / made.facts["base_folder"], made.path)
-    return found.config, merged_weights_of(found)
+    return found.config, add_to_base(found)
 
 
 def adapter_metadata(state: TrainingState) -> dict[str, Any]:

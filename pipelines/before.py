@@ -46,8 +46,7 @@ def memory(
 ) -> dict[str, Any]:
     """Log and return what training will hold, and what it would with or without activation checkpointing."""
     cut = batches, len(rows.starts)
-    trained: dict[str, Any] = {"lora": state.lora} if state.lora else {"names": state.names}
-    options = trained | {"threads": ops.threads, "dtype": ops.dtype}
+    options = state.selection | {"threads": ops.threads, "dtype": ops.dtype}
     held = sum(value.nbytes for value in state.params.values())
     needed = require_memory(state.config, config, *cut, held=held, **options)
     other = config.model_copy(update={"gradient_checkpointing": not config.gradient_checkpointing})

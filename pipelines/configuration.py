@@ -14,8 +14,8 @@ from mamba_ops.config import (
     CorpusConfig,
     EvaluateConfig,
     LoraTrainConfig,
-    MergeConfig,
     SamplesConfig,
+    SaveConfig,
     TokenizerConfig,
     TrainConfig,
     WeightsConfig,
@@ -177,7 +177,7 @@ class LoraRun(LoraTrainConfig, Launchable, extra="forbid"):
 
     @model_validator(mode="after")
     def _one_file(self) -> "LoraRun":
-        given = [name for name in MergeConfig.model_fields if name in self.model_fields_set]
+        given = [name for name in SaveConfig.model_fields if name in self.model_fields_set]
         changed = [name for name in given if getattr(self, name) != type(self).model_fields[name].default]
         if changed:
             raise ValueError(f"{', '.join(changed)}: an adapter is one float32 file; set it for merged_weights")
@@ -185,7 +185,7 @@ class LoraRun(LoraTrainConfig, Launchable, extra="forbid"):
 
 
 @launchable
-class MergeRun(MergeConfig, Launchable, extra="forbid"):
+class MergeRun(SaveConfig, Launchable, extra="forbid"):
     """How merged weights are written."""
 
 

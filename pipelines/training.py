@@ -1,6 +1,6 @@
 """Training: the assets trained_weights, wsla_weights and lora_adapter."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -8,16 +8,18 @@ from typing import Any
 import dagster as dg
 import numpy as np
 
-from mamba_ops.checkpoint import fingerprint
+from mamba_ops.available import restart_peak
+from mamba_ops.checkpoint import SAVED, fingerprint
 from mamba_ops.config import BatchesConfig, TrainConfig
 from mamba_ops.fingerprint import digest, write_json
+from mamba_ops.lora import zero_at_start
 from mamba_ops.metrics import StepMetrics, read_history
 from mamba_ops.ops import Ops
 from mamba_ops.run_folder import ops_before
 from mamba_ops.train import TokenRows, train
 from mamba_ops.training_data import data_fingerprint, open_rows
 from mamba_ops.training_state import TrainingState, run_identity
-from pipelines.accounts import accounts, reproducible, restart_peak, training_metadata
+from pipelines.accounts import accounts, reproducible, training_metadata
 from pipelines.before import announced
 from pipelines.checks import Events, Verdict, blocking, passed, reported
 from pipelines.configuration import identity
@@ -56,10 +58,11 @@ def weights_asset(way: Way) -> dg.AssetsDefinition:
         weights_mirror: Manifest,
     ) -> Events:
         same_tokenizer(token_batches, weights_mirror)
-        restart_peak()
         rows, batches = open_batches(token_batches)
         state = way.begin(context, config, weights_mirror)
-        before = tensor_digests(state.params, state.params) if "frozen_unchanged" in way.checks else {}
+        restart_peak()
+        partly = "frozen_unchanged" in way.checks
+        before = {name: tensor_digest(value) for name, value in state.params.items() if partly}
         run = storage.path / RUNS / run_name(state, config, batches, rows)
         with accelerator.opened(context) as (ops, *_):
             continued(context, run, ops)
@@ -69,7 +72,7 @@ def weights_asset(way: Way) -> dg.AssetsDefinition:
         history = read_history(run)
         taken = accounts(state, history)
         with draft(storage.path, way.weights) as folder:
-            yield from checked(way, state, history, before)
+            yield from checked(way, state, history, before, config)
             content = way.save(folder, state, config, weights_mirror) | facts_of(state, weights_mirror)
             write_json(folder / METRICS, reproducible(history))
             inputs = [token_batches, weights_mirror]
@@ -99,12 +102,14 @@ def run_name(state: TrainingState, config: TrainConfig, batches: BatchesConfig, 
     return digest([CODE, belongs_to])[:16]
 
 
-def checked(way: Way, state: TrainingState, history: Sequence[StepMetrics], before: Mapping[str, str]) -> Events:
+def checked(
+    way: Way, state: TrainingState, history: Sequence[StepMetrics], before: Mapping[str, str], config: TrainConfig
+) -> Events:
     """Report a way's checks. before: digests of the parameters before the first step."""
     known = {
         "optimizer_steps": lambda: optimizer_steps(history),
         "weights_finite": lambda: weights_finite(state.params),
-        "frozen_unchanged": lambda: frozen_unchanged(state, before),
+        "frozen_unchanged": lambda: frozen_unchanged(state, before, config.save_dtype),
         "trained_changed": lambda: trained_changed(state, before),
     }
     yield from passed(way.weights, **{name: known[name] for name in way.checks})
@@ -116,28 +121,28 @@ def optimizer_steps(history: Sequence[StepMetrics]) -> Verdict:
     return Verdict(made > 0, f"found {made} optimizer steps and {len(history) - made} skipped, expected at least 1")
 
 
-def frozen_unchanged(state: TrainingState, before: Mapping[str, str]) -> Verdict:
-    """Whether everything that does not train is bit for bit as before."""
+def frozen_unchanged(state: TrainingState, before: Mapping[str, str], save_dtype: str) -> Verdict:
+    """Whether everything that does not train is, as it is saved, bit for bit as before."""
     frozen = sorted(before.keys() - set(state.names))
-    now = tensor_digests(state.params, frozen)
+    dtype = SAVED[save_dtype]
+    now = {name: tensor_digest(state.params[name].astype(dtype).astype(np.float32)) for name in frozen}
     changed = [name for name in frozen if now[name] != before[name]]
-    found = f"{len(changed)} changed, such as {changed[0]}," if changed else "0 changed"
+    found = f"{len(changed)} changed in {save_dtype}, such as {changed[0]}," if changed else "0 changed"
     return Verdict(not changed, f"found {found} of {len(frozen)} frozen tensors, expected 0")
 
 
 def trained_changed(state: TrainingState, before: Mapping[str, str]) -> Verdict:
-    """Whether every weight that trains differs from its start; of an adapter, one of its two tensors."""
-    now = tensor_digests(state.params, state.names)
-    parts = {weight: [adapter.A, adapter.B] for weight, adapter in state.adapters.items()}
-    parts = parts or {name: [name] for name in state.names}
-    same = [weight for weight, names in parts.items() if all(now[name] == before[name] for name in names)]
+    """Whether every weight that trains differs from its start; of an adapter, the tensor that begins at 0."""
+    parts = {weight: zero_at_start(weight, adapter) for weight, adapter in state.adapters.items()}
+    parts = parts or {name: name for name in state.names}
+    same = [weight for weight, name in parts.items() if tensor_digest(state.params[name]) == before[name]]
     found = f"{len(same)} without a change, such as {same[0]}," if same else "0 without a change"
     return Verdict(not same, f"found {found} of {len(parts)} weights that train, expected 0")
 
 
-def tensor_digests(params: Mapping[str, np.ndarray], names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of each named tensor."""
-    return {name: fingerprint({name: params[name]}) for name in names}
+def tensor_digest(value: np.ndarray) -> str:
+    """Return a tensor's SHA-256."""
+    return fingerprint({"": value})
 
 
 def facts_of(state: TrainingState, base: Manifest) -> dict[str, Any]:

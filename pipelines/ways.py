@@ -54,13 +54,13 @@ class Way:
 
 def begin_full(context: dg.AssetExecutionContext, config: TrainRun, base: Manifest) -> TrainingState:
     """Return the state in which every weight trains."""
-    return start(*load_model(base.path))
+    return start(*load_model(base.path), copy=False)
 
 
 def begin_wsla(context: dg.AssetExecutionContext, config: WslaRun, base: Manifest) -> TrainingState:
     """Return the state in which the selective projections train."""
     model, weights = load_model(base.path)
-    return start(model, weights, names=wsla_names(model))
+    return start(model, weights, names=wsla_names(model), copy=False)
 
 
 def save_weights(folder: Path, state: TrainingState, config: TrainRun | WslaRun, base: Manifest) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from mamba_ops.available import peak_memory
 from mamba_ops.config import CorpusConfig, TokenizerConfig
 from mamba_ops.corpus import build_corpus
 from mamba_ops.corpus_tables import training_texts
@@ -51,8 +52,7 @@ def main(folder: str, path: str, encode: bool) -> None:
     if encode:
         build_tokenizer(TokenizerConfig(vocab_size=400), [validation.read_text()], root / "tokenizer")
         encode_corpus(root / "corpus", root / "tokenizer", root / "ids", threads=2)
-    status = Path("/proc/self/status").read_text()  # ru_maxrss begins with what the parent had
-    print(1024 * int(status.split("VmHWM:")[1].split()[0]))
+    print(peak_memory())
 
 
 if __name__ == "__main__":

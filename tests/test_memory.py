@@ -98,17 +98,23 @@ IMPORTS = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.envir
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak is read from /proc")
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "options", "way"),
     [
-        pytest.param(SMALL, {}, id="small"),
-        pytest.param(SMALL, KEPT, id="small, checkpointing"),
-        pytest.param(MEDIUM, {}, id="medium"),
-        pytest.param(MEDIUM, KEPT | {"gradient_accumulation_steps": 2}, id="medium, checkpointing, accumulation"),
-        pytest.param(LARGE, {}, id="130m with 4 layers", marks=pytest.mark.large),
-        pytest.param(LARGE, KEPT, id="130m with 4 layers, checkpointing", marks=pytest.mark.large),
+        pytest.param(SMALL, {}, "full", id="small"),
+        pytest.param(SMALL, KEPT, "full", id="small, checkpointing"),
+        pytest.param(MEDIUM, {}, "full", id="medium"),
+        pytest.param(
+            MEDIUM, KEPT | {"gradient_accumulation_steps": 2}, "full", id="medium, checkpointing, accumulation"
+        ),
+        pytest.param(LARGE, {}, "full", id="130m with 4 layers", marks=pytest.mark.large),
+        pytest.param(LARGE, KEPT, "full", id="130m with 4 layers, checkpointing", marks=pytest.mark.large),
+        pytest.param(MEDIUM, {}, "lora", id="medium, lora"),
+        pytest.param(MEDIUM, {}, "wsla", id="medium, wsla"),
+        pytest.param(LARGE, {}, "lora", id="130m with 4 layers, lora", marks=pytest.mark.large),
+        pytest.param(LARGE, {}, "wsla", id="130m with 4 layers, wsla", marks=pytest.mark.large),
     ],
 )
-def test_the_estimate_is_within_20_percent_of_the_measured_peak(shape, options, tmp_path):
+def test_the_estimate_is_within_20_percent_of_the_measured_peak(shape, options, way, tmp_path):
     """What the process takes on top of the interpreter and its imports, in two steps and a saved checkpoint."""
     model, batches, rows = shape
     asked = {
@@ -117,6 +123,7 @@ def test_the_estimate_is_within_20_percent_of_the_measured_peak(shape, options, 
         "train_options": options,
         "batches": batches,
         "rows": rows,
+        "way": way,
     }
     call = [sys.executable, str(Path(__file__).with_name("memory_run.py")), json.dumps(asked)]
     done = subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": IMPORTS})

@@ -20,7 +20,7 @@ LIBRARY = {
     "trained_weights": library.TrainConfig,
     "wsla_weights": library.WslaTrainConfig,
     "lora_adapter": library.LoraTrainConfig,
-    "merged_weights": library.MergeConfig,
+    "merged_weights": library.SaveConfig,
     "perplexity": library.EvaluateConfig,
     "wsla_perplexity": library.EvaluateConfig,
     "lora_perplexity": library.EvaluateConfig,
