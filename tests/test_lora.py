@@ -2,6 +2,11 @@
 
 import dataclasses
 import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +20,7 @@ from mamba_ops.gradcheck import random_batch, random_parameters
 from mamba_ops.gradients import GradientBuffers, accumulate
 from mamba_ops.low_rank import with_dropout
 from mamba_ops.ops import Batch, Dropout
-from mamba_ops.parameters import EMBEDDING, init, resize_embeddings
+from mamba_ops.parameters import EMBEDDING, count, init, resize_embeddings
 from mamba_ops.peft import Adapted
 from mamba_ops.tensors import fingerprint
 from mamba_ops.train import start, train
@@ -373,3 +378,25 @@ def test_arrays_that_are_given_away_are_not_copied():
     assert all(given.params[name] is value for name, value in weights.items())
     owned = start(CONFIG, weights, lora=ALL)
     assert not any(np.shares_memory(owned.params[name], value) for name, value in weights.items())
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("way", ["full", "lora"])
+def test_checkpointing_leaves_a_third_of_the_activations_of_24_layers(way):
+    """mamba-130m's shape, one row of 256 tokens, by tracemalloc; the gradients are the same bits."""
+    script = Path(__file__).parents[1] / "benchmarks" / "ways.py"
+    environment = os.environ | {"PYTHONPATH": str(script.parents[1])}
+
+    def measured(*more):
+        call = [sys.executable, str(script), "--activations", way, *more]
+        return json.loads(subprocess.run(call, check=True, capture_output=True, text=True, env=environment).stdout)
+
+    kept, again = measured(), measured("--again")
+    assert again["gradients"] == kept["gradients"]
+    assert again["bytes"] <= kept["bytes"] / 3
+
+
+def test_the_optimizer_state_of_the_default_targets_is_below_2_percent():
+    config = BASE_130M.model_copy(update={"num_hidden_layers": 4})
+    adapters = sum(np.prod(shape) for shape in lora.tensor_shapes(config, LoraConfig()).values())
+    assert adapters <= 0.02 * count(config)

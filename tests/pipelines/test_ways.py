@@ -123,7 +123,7 @@ def test_an_adapter_is_a_folder_of_its_own(adapted):
     }
     values = json.loads((made.path / "adapter_config.json").read_text())
     assert (values["r"], values["lora_alpha"], values["target_modules"]) == (2, 16, ["in_proj", "x_proj"])
-    assert values["base_model_name_or_path"] == base.folder
+    assert values["base_model_name_or_path"] is None
     assert (made.facts["base"], made.facts["base_folder"]) == (base.facts["weights"], base.folder)
     assert len(json.loads((made.path / "metrics.json").read_text())["loss"]) == 12
 

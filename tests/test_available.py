@@ -1,9 +1,9 @@
-"""What a training run took."""
+"""The most memory that this process has held."""
 
 import numpy as np
 
-from pipelines import accounts
-from pipelines.accounts import peak_memory, restart_peak
+from mamba_ops import available
+from mamba_ops.available import peak_memory, restart_peak
 
 
 def test_the_peak_is_of_what_was_held_since_it_was_restarted():
@@ -13,14 +13,14 @@ def test_the_peak_is_of_what_was_held_since_it_was_restarted():
     held = peak_memory()
     assert held > before + (32 << 20)
     restart_peak()
-    if accounts.PROCESS.is_dir():
+    if available.PROCESS.is_dir():
         assert peak_memory() < held
 
 
 def test_the_peak_is_known_without_proc(monkeypatch, tmp_path):
     here = peak_memory()
-    monkeypatch.setattr(accounts, "PROCESS", tmp_path / "nowhere")
+    monkeypatch.setattr(available, "PROCESS", tmp_path / "nowhere")
     restart_peak()
     assert peak_memory() > here / 2
-    monkeypatch.setattr(accounts, "resource", None)
+    monkeypatch.setattr(available, "resource", None)
     assert peak_memory() is None
