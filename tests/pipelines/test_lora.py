@@ -167,7 +167,7 @@ def test_a_changed_configuration_is_refused_naming_each_field(lora, root):
     changes = {"r": 3, "lora_alpha": 8, "use_rslora": True, "target_modules": ["x_proj"]}
     failed = train_adapter(lora, fails=True, adapter=str(before.path), **changes)
     assert (
-        f"{before.path}: an adapter of another configuration than that of the stage is not continued: "
+        f"{before.path}: an adapter of another configuration is not continued: "
         "r: found 2, expected 3; lora_alpha: found 16.0, expected 8.0; use_rslora: found False, expected True; "
         "target_modules: found ['in_proj', 'x_proj'], expected ['x_proj']"
     ) in failure(failed)

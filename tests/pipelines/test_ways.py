@@ -200,7 +200,7 @@ def spoil(params, before, names):
 @pytest.mark.parametrize(
     ("check", "change", "message"),
     [
-        ("frozen_unchanged", touch_frozen, "found 1 changed, such as backbone.norm_f.weight, of "),
+        ("frozen_unchanged", touch_frozen, "found 1 changed in float32, such as backbone.norm_f.weight, of "),
         ("trained_changed", undo_training, " without a change, such as backbone.layers.0.mixer."),
         ("weights_finite", spoil, "found {'backbone.layers.0.mixer."),
     ],
