@@ -22,11 +22,6 @@ class Difference(NamedTuple):
     high: float
     documents: int
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the interval is known and holds only changes of one sign."""
-        return self.low > 0 or self.high < 0
-
     def __str__(self) -> str:
         interval = f"{self.low:+.4f} to {self.high:+.4f}"
         if math.isnan(self.low):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mamba_ops.config import MambaConfig, TrainConfig
-from mamba_ops.ops import Adapter, Array, Ops, Parameters
+from mamba_ops.ops import NO_ADAPTERS, Adapters, Array, Ops, Parameters
 from mamba_ops.ownership import Owned
 from mamba_ops.parameters import table
 
@@ -35,7 +35,7 @@ def adam_state(params: Parameters, names: Iterable[str], rows: Owned | None = No
     return state
 
 
-def decayed(config: MambaConfig, adapters: Mapping[str, Adapter] = {}) -> frozenset[str]:
+def decayed(config: MambaConfig, adapters: Adapters = NO_ADAPTERS) -> frozenset[str]:
     """Return the names that weight decay acts on: neither A_log, D, norms nor biases, nor an adapter of one of them."""
     names = {name for name, entry in table(config).items() if entry.decay}
     tensors = {tensor for name, adapter in adapters.items() if name in names for tensor in (adapter.A, adapter.B)}

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from mamba_ops.checkpoint import fingerprint, load_model, load_tensors
+from mamba_ops.config import LoraConfig, MambaConfig
 from mamba_ops.fingerprint import file_digest
 from mamba_ops.lora import tensor_shapes
 from mamba_ops.metrics import read_history
 from mamba_ops.run_folder import checkpoints
+from mamba_ops.training_state import start
 from mamba_ops.wsla import wsla_names
 from pipelines import definitions, training
 from pipelines.adapters import adapted_model
@@ -250,3 +252,25 @@ def test_a_killed_run_continues_bit_for_bit(adapted, own, root, way, monkeypatch
     again = run(own, way.job, assets(way))
     assert versions(again) == versions(adapted[way.job].result)
     assert [step.step for step in read_history(folder)] == list(range(1, 13))
+
+
+def test_frozen_weights_that_saving_would_round_are_a_change():
+    config = MambaConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1)
+    state = start(config, names=wsla_names(config))
+    before = {name: training.tensor_digest(value) for name, value in state.params.items()}
+    assert training.frozen_unchanged(state, before, "float32").passed
+    rounded = training.frozen_unchanged(state, before, "bfloat16")
+    assert not rounded.passed
+    assert "changed in bfloat16" in rounded.text
+
+
+def test_an_adapter_that_adds_nothing_has_not_changed():
+    config = MambaConfig(vocab_size=11, hidden_size=8, num_hidden_layers=1)
+    state = start(config, lora=LoraConfig())
+    before = {name: training.tensor_digest(value) for name, value in state.params.items()}
+    for name in state.names:
+        if ".lora_A" in name:
+            state.params[name] *= 0.99
+    verdict = training.trained_changed(state, before)
+    assert not verdict.passed
+    assert "2 without a change" in verdict.text
