@@ -6,7 +6,7 @@ import os
 
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mamba_ops.config import CorpusConfig
@@ -188,6 +188,7 @@ def test_repairs(tmp_path):
     assert (manifest.undecodable, manifest.byte_order_marks, manifest.crlf) == (2, 2, 1)
 
 
+@settings(deadline=None)  # each example writes files through to the disk
 @given(st.binary(max_size=200))
 def test_any_bytes_become_a_document_or_an_empty_one(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("bytes")
