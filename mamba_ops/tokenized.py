@@ -37,6 +37,7 @@ from mamba_ops.tokenizer import TokenizerManifest, check_ids, load_tokenizer
 
 IDS = "ids.bin"
 DTYPE = np.dtype("<u4")
+READ_AT_ONCE = 1 << 22
 _SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -245,6 +246,15 @@ def open_ids(directory: str | Path) -> np.memmap:
     if found != manifest.ids_sha256:
         raise ValueError(f"{path}: expected the SHA-256 {manifest.ids_sha256} as its manifest says, got {found}")
     return np.memmap(path, DTYPE, mode="r")
+
+
+def largest_id(directory: str | Path) -> int:
+    """Return the largest id in ids.bin, read by blocks: mapped pages would count as memory of this process."""
+    with open(Path(directory) / IDS, "rb") as file:
+        largest = 0
+        while len(block := np.fromfile(file, DTYPE, READ_AT_ONCE)):
+            largest = max(largest, int(block.max()))
+    return largest
 
 
 def document_starts(directory: str | Path) -> np.ndarray:

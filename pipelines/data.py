@@ -13,7 +13,7 @@ from mamba_ops.corpus import SPLITS, CorpusManifest, build_corpus
 from mamba_ops.corpus_tables import DOCUMENTS, training_texts
 from mamba_ops.loss_mask import NONE
 from mamba_ops.progress import Progress, Report, describe
-from mamba_ops.tokenized import TokenizedManifest, encode_corpus, open_ids, open_masked
+from mamba_ops.tokenized import TokenizedManifest, encode_corpus, largest_id, open_masked
 from mamba_ops.tokenizer import TokenizerManifest, build_tokenizer, load_tokenizer
 from mamba_ops.tokens import ROWS, BatchesManifest, build_batches, learned_targets
 from pipelines.checks import Events, Verdict, blocking, passed, reported
@@ -85,7 +85,7 @@ def tokenized_corpus(
     with draft(storage.path, "tokenized_corpus") as folder:
         made = encode_corpus(corpus.path, tokenizer.path, folder, report=logged(context))
         yield from passed(
-            "tokenized_corpus", ids_in_range=lambda: ids_in_range(open_ids(folder), tokenizer.facts["vocab_size"])
+            "tokenized_corpus", ids_in_range=lambda: ids_in_range(largest_id(folder), tokenizer.facts["vocab_size"])
         )
         inputs, facts = [corpus, tokenizer], made.model_dump(mode="json")
         manifest = publish(storage.path, "tokenized_corpus", folder, made.fingerprint, {}, inputs, facts)
@@ -144,9 +144,8 @@ def splits_disjoint(documents: pd.DataFrame) -> Verdict:
     return Verdict(repeated.empty, f"found {len(repeated)} texts more than once{example}, expected 0")
 
 
-def ids_in_range(ids: np.ndarray, rows: int) -> Verdict:
-    """Whether every id is below the number of rows."""
-    largest = int(ids.max())
+def ids_in_range(largest: int, rows: int) -> Verdict:
+    """Whether the largest id is below the number of rows."""
     return Verdict(largest < rows, f"found ids up to {largest}, expected 0 to {rows - 1}")
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from mamba_ops import tokenized
 from mamba_ops.baselines import baselines, count
 from mamba_ops.config import BatchesConfig, CorpusConfig, EvaluateConfig, MambaConfig, TokenizerConfig, TrainConfig
 from mamba_ops.corpus import build_corpus, read_manifest
@@ -213,3 +214,10 @@ def test_progress_is_reported(tmp_path, monkeypatch):
     assert describe(half) == "tokens: 10.0 of 20.0 MB, 5.0 MB/s, 2 s left"
     assert describe(Progress("corpus", 0, 0, 0.0)) == "corpus: 0.0 MB, 0.0 MB/s"
     assert describe(Progress("corpus", 5, 0, 1.0)) == "corpus: 0.0 MB, 0.0 MB/s"
+
+
+def test_the_largest_id_is_found_block_by_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenized, "READ_AT_ONCE", 3)
+    for ids in ([1, 9, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 0, 70_000], []):
+        np.array(ids, np.uint32).tofile(tmp_path / "ids.bin")
+        assert tokenized.largest_id(tmp_path) == max(ids, default=0)
