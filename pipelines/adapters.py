@@ -12,6 +12,7 @@ from mamba_ops.checkpoint import fingerprint, load_model, save_model
 from mamba_ops.config import LoraConfig, MambaConfig
 from mamba_ops.export import add_to_base, open_adapted
 from mamba_ops.lora import notes, targets, tensor_names, tensor_shapes
+from mamba_ops.parameters import count
 from mamba_ops.peft import load_adapter, save_adapter
 from mamba_ops.peft_config import target_of
 from mamba_ops.tokenizer import BESIDE, TOKENIZER
@@ -90,6 +91,8 @@ def adapter_metadata(state: TrainingState) -> dict[str, Any]:
     """Return how many weights are adapted, and by target their rank and parameters."""
     assert state.lora
     return {
+        "lora": dg.MetadataValue.json(state.lora.model_dump(mode="json")),
+        "frozen_parameters": count(state.config),
         "adapted_weights": len(state.adapters),
         "adapters": table(adapted_targets(state.config, state.lora)),
     }

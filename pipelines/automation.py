@@ -35,7 +35,9 @@ def chain(way: Way) -> dg.AssetSelection:
 
 
 train, wsla, lora = (
-    dg.define_asset_job(way.job, chain(way), description=f"From documents to {' and '.join(way.results)}.")
+    dg.define_asset_job(
+        way.job, chain(way), description=f"From documents to {way.weights}, with {' and '.join(way.results)}."
+    )
     for way in WAYS
 )
 merge = dg.define_asset_job(

@@ -42,8 +42,8 @@ def perplexity_asset(way: Way) -> dg.AssetsDefinition:
 
     @dg.asset(
         name=way.perplexity,
-        description="Perplexity on the validation documents, beside models that only count and the weights before "
-        "training.",
+        description=f"Perplexity of {way.weights} on the validation documents, beside its base on the same tokens and "
+        "models that only count.",
         ins={"weights": dg.AssetIn(way.weights)},
         code_version="2",
         group_name="model",
@@ -88,7 +88,7 @@ def perplexity_asset(way: Way) -> dg.AssetsDefinition:
                 (made / SAMPLE).write_text(sample, encoding="utf-8")
             inputs, content = [weights, tokenized_corpus, tokenizer], {**result, "sample": sample}
             manifest = publish(storage.path, way.perplexity, folder, content, identity(config), inputs, result)
-        yield output(manifest, perplexity_metadata(result, sample, after, validation) | {"change": str(changed)})
+        yield output(manifest, {"change": str(changed)} | perplexity_metadata(result, sample, after, validation))
 
     return perplexity
 
