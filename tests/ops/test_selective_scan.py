@@ -132,7 +132,7 @@ def run(ops: CpuOps, scan: Scan, grads=None, need=NAMES, state: LayerState | Non
 
 
 def assert_close(found, expected, tolerance, names=None):
-    """max|difference| <= tolerance max|expected|, by name; of delta_bias the terms of its sum count: they may cancel."""
+    """max|difference| <= tolerance max|expected|, by name; of delta_bias, a sum that may cancel, that of its terms."""
     for name in names or expected:
         terms = np.abs(expected["ddelta"]).sum((0, 1)) if name == "delta_bias" else np.abs(expected[name])
         scale = terms.max()
