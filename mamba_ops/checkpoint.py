@@ -173,6 +173,7 @@ def _config_json(config: MambaConfig, dtype: str) -> dict[str, Any]:
         "architectures": ["MambaForCausalLM"],
         "dtype": dtype,
         "intermediate_size": config.d_inner,
+        "rescale_prenorm_residual": False,  # says how weights begin; transformers would divide loaded ones again
         "time_step_rank": config.dt_rank,
     }
 

@@ -224,3 +224,12 @@ def test_the_tokenizer_opens_with_the_same_ids(tokenizer, tmp_path):
     spelled = "a <|endoftext|> b"  # plain text here, the special token there unless it is told to split it
     ids = ours.encode(spelled, add_special_tokens=False).ids
     assert theirs(spelled, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids
+
+
+def test_weights_that_began_rescaled_are_not_divided_again(tmp_path):
+    config = MambaConfig(vocab_size=11, hidden_size=8, num_hidden_layers=2, rescale_prenorm_residual=True)
+    params = parameters.init(config, 0)
+    save_model(tmp_path / "model", config, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    for name, value in params.items():
+        np.testing.assert_array_equal(theirs[name].numpy(), value, err_msg=name)
