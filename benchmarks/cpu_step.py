@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mamba_ops import gradcheck, model
+from mamba_ops.available import peak_memory
 from mamba_ops.config import MambaConfig, TrainConfig
 from mamba_ops.cpu import CpuOps, open_cpu
 from mamba_ops.gradients import GradientBuffers
@@ -79,23 +79,27 @@ class BlasClock:
         return result
 
 
+def random_rows(config: MambaConfig, batch: int, seq_len: int) -> Batch:
+    """Return rows of seeded tokens, a document each."""
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (batch, seq_len + 1))
+    positions = np.broadcast_to(np.arange(seq_len, dtype=np.uint32), (batch, seq_len)).copy()
+    return Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), positions)
+
+
 def measure(name: str, repeats: int, threads: int | None) -> dict:
     """Time one shape: medians over `repeats` after one warm-up; memory is the process's peak."""
     vocab_size, d_model, layers, batch, seq_len = SHAPES[name]
     config = MambaConfig(vocab_size=vocab_size, hidden_size=d_model, num_hidden_layers=layers)
     ops = open_cpu(np.float32, threads)
     params = init(config, 0)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, vocab_size, (batch, seq_len + 1))
-    positions = np.broadcast_to(np.arange(seq_len, dtype=np.uint32), (batch, seq_len)).copy()
-    tokens_in = Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), positions)
+    tokens_in = random_rows(config, batch, seq_len)
     rows = ops.rows(tokens_in)
     tokens = batch * seq_len
     evaluation = [_time(lambda: _evaluate(ops, params, config, rows)) for _ in range(repeats + 1)][1:]
-    evaluation_peak = _peak()
+    evaluation_peak = (peak_memory() or 0) / 1e6
     train_step = _train_step(ops, params, config, tokens_in)
     steps = [_time(train_step) for _ in range(repeats + 1)][1:]
-    training_peak = _peak()
+    training_peak = (peak_memory() or 0) / 1e6
     with BlasClock(ops.threads) as clock:
         blas_step = _time(train_step)
     step = float(np.median(steps))
@@ -143,11 +147,6 @@ def _time(call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def _peak() -> float:
-    scale = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e6
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from cpu_step import random_rows
 
 from mamba_ops import model
 from mamba_ops.config import MambaConfig, TrainConfig
@@ -22,7 +23,6 @@ from mamba_ops.gpu.gpu_ops import GpuOps, open_gpu
 from mamba_ops.gradcheck import random_batch, random_parameters
 from mamba_ops.gradients import GradientBuffers
 from mamba_ops.mirror import Mirror
-from mamba_ops.ops import Batch
 from mamba_ops.optimizer import adam_state
 from mamba_ops.parameters import init
 from mamba_ops.train import train_step
@@ -57,10 +57,7 @@ def check(ops: GpuOps) -> float:
 def timed(ops: GpuOps, config: MambaConfig, batch_size: int, seq_len: int, repeats: int, checkpointing: bool) -> dict:
     """Return the milliseconds of whole steps and a profile of one."""
     params = init(config, 0)
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, config.vocab_size, (batch_size, seq_len + 1))
-    positions = np.broadcast_to(np.arange(seq_len, dtype=np.uint32), (batch_size, seq_len)).copy()
-    batch = Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), positions)
+    batch = random_rows(config, batch_size, seq_len)
     names, settings = list(params), TrainConfig(gradient_checkpointing=checkpointing)
     mirror = Mirror(ops, params, adam_state(params, names))
     buffers = GradientBuffers(mirror.params, names, ops)

@@ -8,7 +8,6 @@ layers with `tracemalloc`, kept and computed again. With `--adapter NAME` the st
 """
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -16,12 +15,11 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-from cpu_step import quiet_share
+from cpu_step import quiet_share, random_rows
 
 from mamba_ops import gradcheck
 from mamba_ops.available import peak_memory, restart_peak
@@ -30,8 +28,8 @@ from mamba_ops.cpu import open_cpu
 from mamba_ops.gpu.gpu_ops import open_gpu
 from mamba_ops.gradients import GradientBuffers, accumulate
 from mamba_ops.mirror import Mirror
-from mamba_ops.ops import Batch
 from mamba_ops.optimizer import state_bytes
+from mamba_ops.tensors import fingerprint
 from mamba_ops.train import start, train_step
 from mamba_ops.training_state import TrainingState
 from mamba_ops.wsla import wsla_names
@@ -54,13 +52,6 @@ def begin(way: str, config: MambaConfig) -> tuple[TrainingState, TrainConfig]:
         "wsla": lambda: (start(config, names=wsla_names(config)), WslaTrainConfig()),
     }
     return ways[way]()
-
-
-def random_rows(config: MambaConfig, batch: int, seq_len: int) -> Batch:
-    """Return rows of seeded tokens."""
-    ids = np.random.default_rng(0).integers(0, config.vocab_size, (batch, seq_len + 1))
-    positions = np.broadcast_to(np.arange(seq_len, dtype=np.uint32), (batch, seq_len)).copy()
-    return Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), positions)
 
 
 def steps(way: str, repeats: int, adapter: str | None) -> dict:
@@ -95,15 +86,7 @@ def activations(way: str, layers: int, checkpointing: bool) -> dict:
     ops, batch, buffers = open_cpu(), random_rows(config, 1, SEQ_LEN), GradientBuffers(state.params, state.names)
     tracemalloc.start()
     accumulate(ops, state.params, config, [batch], buffers, state.names, checkpointing, state.adapters, state.dropout)
-    return {"bytes": tracemalloc.get_traced_memory()[1], "gradients": digest(buffers.arrays.values())}
-
-
-def digest(arrays: Iterable[np.ndarray]) -> str:
-    """Return a checksum of the gradients."""
-    found = hashlib.sha256()
-    for array in arrays:
-        found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
+    return {"bytes": tracemalloc.get_traced_memory()[1], "gradients": fingerprint(buffers.arrays)}
 
 
 def check() -> float:

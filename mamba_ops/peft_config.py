@@ -89,7 +89,7 @@ def adapter_config(
         "r": lora.r,
         "rank_pattern": {target_of(weight): r for weight, r in ranks(config, lora).items() if r < lora.r},
         "revision": None,
-        "target_modules": sorted(set(lora.target_modules)),
+        "target_modules": sorted(lora.target_modules),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": lora.use_rslora,

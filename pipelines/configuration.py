@@ -177,8 +177,7 @@ class LoraRun(LoraTrainConfig, Launchable, extra="forbid"):
 
     @model_validator(mode="after")
     def _one_file(self) -> "LoraRun":
-        given = [name for name in SaveConfig.model_fields if name in self.model_fields_set]
-        changed = [name for name in given if getattr(self, name) != type(self).model_fields[name].default]
+        changed = [name for name, field in SaveConfig.model_fields.items() if getattr(self, name) != field.default]
         if changed:
             raise ValueError(f"{', '.join(changed)}: an adapter is one float32 file; set it for merged_weights")
         return self
